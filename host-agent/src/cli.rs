@@ -1,0 +1,115 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use fpr_host_agent::config::{DEFAULT_CONTROL, DEFAULT_PATH, Flags};
+use fpr_host_agent::control::MAX_DRAIN_WAIT;
+use std::path::PathBuf;
+
+/// Drops the backing of free guest memory, or says by name why not.
+#[derive(Debug, Parser)]
+#[command(name = "fpr-host-agent", version, about)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run the daemon in the foreground
+    Serve {
+        #[command(flatten)]
+        flags: ConfigFlags,
+        /// How log lines on stderr look
+        #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+        log_format: LogFormat,
+        /// Least important level to log: error, warn, info, debug or trace
+        #[arg(long, default_value = "info")]
+        log_level: String,
+    },
+    /// Check the configuration and say what it means
+    Validate {
+        #[command(flatten)]
+        flags: ConfigFlags,
+    },
+    /// Show what each VM holds, what came back, and why memory is not coming back where it is not
+    Status {
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Say what this host can do and what a VM's process would allow; exit code 1 if something does not work
+    Doctor {
+        /// The VMM's process to look at, too
+        #[arg(long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+        pid: Option<i32>,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Drop nothing of a VM until `resume`
+    Inhibit {
+        /// Name of the VM
+        vm: String,
+        /// Why, for `status`
+        #[arg(long, default_value = "inhibited by an operator")]
+        reason: String,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
+    /// Ask a VM's agent for memory now, whatever its age, and say what came back
+    Drain {
+        /// Name of the VM
+        vm: String,
+        /// Wait so long for the agent's pass to end
+        #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=MAX_DRAIN_WAIT))]
+        wait: u64,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
+    /// Take back `inhibit`
+    Resume {
+        /// Name of the VM
+        vm: String,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConfigFlags {
+    /// Configuration file [default: /etc/fpr/host.toml, if it is there]
+    #[arg(long, value_name = "FILE", help = format!("Configuration file [default: {DEFAULT_PATH}, if it is there]"))]
+    config: Option<PathBuf>,
+    /// Control socket
+    #[arg(long, value_name = "PATH", help = format!("Control socket [default: {DEFAULT_CONTROL}]"))]
+    control: Option<PathBuf>,
+    /// A VM and the socket of its vsock device; may be repeated
+    #[arg(long = "vm", value_name = "NAME=SOCKET")]
+    vms: Vec<String>,
+    /// A VM and the socket of its balloon device; may be repeated
+    #[arg(long = "balloon", value_name = "NAME=SOCKET")]
+    balloons: Vec<String>,
+}
+
+impl From<ConfigFlags> for Flags {
+    fn from(flags: ConfigFlags) -> Self {
+        Self { config: flags.config, control: flags.control, vms: flags.vms, balloons: flags.balloons }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// One readable line
+    Text,
+    /// One JSON object
+    Json,
+}

@@ -1,0 +1,175 @@
+//! One VM: the task that owns its session, and what it owns with it.
+//!
+//! ```text
+//!  vsock device ---- DeviceEvent --> owner (one task) --Work--> worker thread of that device
+//!  balloon device -- DeviceEvent -->   |  session                   |
+//!       ^                              |                            |
+//!       +--- DeviceHandle, Answer -----+  <---------- Done ---------+
+//!                                      ^
+//!   control socket ----- Request ------+
+//! ```
+//! Only this task touches the session, so nothing here needs a lock and observers get copies. It blocks on nothing:
+//! system calls on guest memory and on the VMM's /proc are the workers'. A device has a worker of its own, so that the
+//! guest's kernel, which waits with its report, does not wait for a survey of the agent.
+
+mod drain;
+mod drop;
+mod front_end;
+mod log;
+mod memory_files;
+mod owner;
+pub mod status;
+mod stream;
+mod worker;
+
+use crate::backing;
+use crate::device::balloon::{self, BalloonConfig};
+use crate::device::vsock::{self, VsockConfig};
+use crate::session::Config;
+use crate::session::drain::{DrainError, Drained};
+pub use memory_files::MemoryFiles;
+use owner::Owner;
+use status::VmStatus;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Requests waiting for an owner, at most.
+const REQUESTS: usize = 16;
+
+/// CLOCK_BOOTTIME: a guest's clock may go on while the host is suspended, so a clock that stands still meanwhile would
+/// make reports look younger than they are.
+pub(crate) fn boot_now() -> Duration {
+    // The clock exists since Linux 2.6.39; without one no report is ever fresh.
+    backing::boot_time().unwrap_or(Duration::MAX)
+}
+
+/// What makes up one VM. At least one of the two sockets is there.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// Its name, for people.
+    pub name: String,
+    /// Where the VMM's front end of the vsock device connects, if the VM has one.
+    pub socket: Option<PathBuf>,
+    /// Where the VMM's front end of the balloon device connects, if the VM has one.
+    pub balloon: Option<PathBuf>,
+    /// CID that the guest sees.
+    pub guest_cid: u64,
+    /// Closed from the start, with this reason.
+    pub inhibit: Option<String>,
+    /// Session times and bounds.
+    pub session: Config,
+    /// Root of procfs.
+    pub proc_root: PathBuf,
+    /// Memory files of all VMs of the daemon.
+    pub memory_files: Arc<MemoryFiles>,
+}
+
+/// Root of procfs unless a test says otherwise.
+pub const PROC_ROOT: &str = "/proc";
+
+impl VmConfig {
+    /// A VM with the documented defaults and without a device.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            socket: None,
+            balloon: None,
+            guest_cid: vsock::DEFAULT_GUEST_CID,
+            inhibit: None,
+            session: Config::default(),
+            proc_root: PathBuf::from(PROC_ROOT),
+            memory_files: Arc::default(),
+        }
+    }
+}
+
+/// What an operator can ask of a VM.
+#[derive(Debug)]
+pub enum Request {
+    /// Its figures.
+    Status(oneshot::Sender<VmStatus>),
+    /// Close the gate `operator`.
+    Inhibit(String, oneshot::Sender<()>),
+    /// Open it.
+    Resume(oneshot::Sender<()>),
+    /// Ask the agent for a pass and wait for it at most so long.
+    Drain(Duration, oneshot::Sender<Result<DrainReport, DrainError>>),
+    /// End the devices and the task.
+    Shutdown,
+}
+
+/// What `drain` tells.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct DrainReport {
+    /// What the session counted.
+    #[serde(flatten)]
+    pub drained: Drained,
+    /// Bytes of guest memory backed when it was asked for and when it was answered, measured.
+    pub backed_bytes: (Option<u64>, Option<u64>),
+}
+
+/// Way to a VM's task.
+#[derive(Clone, Debug)]
+pub struct VmHandle {
+    /// The VM's name.
+    pub name: String,
+    requests: mpsc::Sender<Request>,
+}
+
+impl VmHandle {
+    /// Asks the VM's task; `None` if it has ended.
+    pub async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Option<T> {
+        let (sender, receiver) = oneshot::channel();
+        self.requests.send(request(sender)).await.ok()?;
+        receiver.await.ok()
+    }
+
+    /// Tells the VM to end.
+    pub async fn shut_down(&self) {
+        let _ = self.requests.send(Request::Shutdown).await;
+    }
+}
+
+/// Why a VM could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum SpawnError {
+    /// Its vsock device.
+    #[error("vsock device")]
+    Vsock(#[from] vsock::SpawnError),
+    /// Its balloon device.
+    #[error("balloon device")]
+    Balloon(#[from] balloon::SpawnError),
+    /// No thread.
+    #[error("cannot start a worker thread: raise the limit of tasks")]
+    Worker(#[source] std::io::Error),
+}
+
+/// Makes the VM's devices, workers and task.
+///
+/// # Errors
+/// A socket or a thread cannot be made; then nothing is left behind.
+pub fn spawn(config: VmConfig) -> Result<(VmHandle, tokio::task::JoinHandle<()>), SpawnError> {
+    let vm = &config.name;
+    let vsock = config.socket.clone().map(|socket| {
+        vsock::spawn(VsockConfig { vm: vm.clone(), socket, guest_cid: config.guest_cid, port: fpr_protocol::PORT })
+    });
+    let vsock = vsock.transpose()?;
+    let balloon = config.balloon.clone().map(|socket| balloon::spawn(BalloonConfig { vm: vm.clone(), socket }));
+    let balloon = match balloon.transpose() {
+        Ok(balloon) => balloon,
+        Err(error) => {
+            // Its thread ends and takes its socket with it.
+            if let Some((vsock, _)) = vsock {
+                vsock.shutdown();
+            }
+            return Err(error.into());
+        }
+    };
+    let (requests, receiver) = mpsc::channel(REQUESTS);
+    let handle = VmHandle { name: vm.clone(), requests };
+    let (owner, inbox) = Owner::new(config, vsock, balloon, receiver).map_err(SpawnError::Worker)?;
+    Ok((handle, tokio::spawn(owner.run(inbox))))
+}

@@ -1,0 +1,7 @@
+//! Benchmarks. Each writes one JSON document of the same shape ([`report`]).
+
+pub mod curve;
+pub mod discard;
+pub mod report;
+pub mod return_memory;
+pub mod usage;

@@ -1,0 +1,122 @@
+//! What an agent had isolated when it died comes back, and nothing before the host can no longer drop it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use fpr_tests::poll;
+use fpr_tests::reporting::{Reporting, ReportingVm, VM_NAME};
+use fpr_tests::units::GIB;
+use fpr_tests::vm::Vm;
+use nix::sys::signal::Signal;
+
+/// Service resumes within this time of both sides being up.
+const RESUMED: Duration = Duration::from_secs(5);
+/// A kill may come a moment after the block is back; then it is tried again.
+const ATTEMPTS: u32 = 8;
+
+const OFFLINE: &str = "grep -l offline /sys/devices/system/memory/memory*/state | wc -l";
+const CLAIMS: &str = "ls /run/fpr/hugepages 2>/dev/null | wc -l";
+
+fn count(guest: &ReportingVm, command: &str) -> Result<u64> {
+    let output = guest.vm.run(command)?.stdout;
+    output.trim().parse().with_context(|| format!("`{command}` printed {output:?}"))
+}
+
+/// Kills the guest agent with SIGKILL at a moment when `held` is true in the guest, and returns how many pieces of
+/// memory it left.
+fn kill_while_holding(guest: &mut ReportingVm, held: &str, arguments: &str) -> Result<u64> {
+    for _ in 0..ATTEMPTS {
+        let pid = guest.guest_pid()?;
+        // One that is killed while it takes a block offline lives on, and holds its lock, until the kernel is done with that.
+        let gone = format!("while [ -e /proc/{pid} ]; do sleep 0.02; done");
+        let watcher = format!("until [ $({held}) -gt 0 ]; do :; done; kill -9 {pid}; {gone}; echo killed");
+        let watcher = guest.vm.spawn(&watcher)?;
+        guest.vm.run("memhog 700m")?;
+        watcher.wait(Duration::from_secs(60))?;
+        let left = count(guest, held)?;
+        if left > 0 {
+            return Ok(left);
+        }
+        guest.start_guest_agent(arguments)?;
+    }
+    anyhow::bail!("the agent never died while it held memory, in {ATTEMPTS} attempts")
+}
+
+#[test]
+#[ignore = "boots a VM"]
+fn blocks_of_a_killed_agent_come_back_at_the_next_start() -> Result<()> {
+    let mut guest = Reporting::Agent.boot(Vm::builder().memory(GIB))?;
+    kill_while_holding(&mut guest, OFFLINE, "")?;
+    guest.start_guest_agent("")?;
+    let started = Instant::now();
+    poll::until("all blocks online again", RESUMED, || count(&guest, OFFLINE), |left| *left == 0)?;
+    let dropped = guest.counter("huge_pages_dropped")?;
+    guest.vm.run("memhog 500m")?;
+    poll::until("reports to go on", 6 * RESUMED, || guest.counter("huge_pages_dropped"), |now| *now > dropped + 100)?;
+    println!("blocks online again within {:?} of the start", started.elapsed());
+    assert_eq!(guest.vm.trouble(), Vec::<String>::new());
+    Ok(())
+}
+
+#[test]
+#[ignore = "boots a VM"]
+fn claims_of_a_killed_agent_come_back_by_recover() -> Result<()> {
+    let mut guest = Reporting::AgentClaims.boot(Vm::builder().memory(GIB))?;
+    kill_while_holding(&mut guest, CLAIMS, "--no-offline")?;
+    assert!(count(&guest, "grep HugePages_Surp /proc/meminfo | tr -dc 0-9")? > 0, "claims outlive the agent");
+    let recover = guest.vm.run_within("fpr-guest-agent recover", Duration::from_secs(60))?;
+    ensure!(recover.status == 0, "recover: {recover:?}");
+    assert_eq!(count(&guest, CLAIMS)?, 0);
+    assert_eq!(count(&guest, "grep HugePages_Surp /proc/meminfo | tr -dc 0-9")?, 0);
+    assert_eq!(count(&guest, "cat /proc/sys/vm/nr_overcommit_hugepages")?, 0);
+    Ok(())
+}
+
+#[test]
+#[ignore = "boots a VM"]
+fn a_killed_host_agent_leaves_no_block_offline() -> Result<()> {
+    let guest = Reporting::Agent.boot(Vm::builder().memory(GIB))?;
+    let host = guest.host_agent().context("no host agent")?;
+    let watcher = guest.vm.spawn(&format!("until [ $({OFFLINE}) -gt 0 ]; do :; done; echo held"))?;
+    let memhog = guest.vm.spawn("memhog 700m")?;
+    watcher.wait_for_output("held", Duration::from_secs(60))?;
+    host.signal(Signal::SIGKILL)?;
+    // Lease, grace and margin are 10 s; the rest is for a busy machine.
+    poll::until(
+        "unanswered blocks to come back",
+        Duration::from_secs(30),
+        || count(&guest, OFFLINE),
+        |left| *left == 0,
+    )?;
+    memhog.wait(Duration::from_secs(60))?;
+    guest.vm.read(&format!("/proc/{}/stat", guest.guest_pid()?)).context("the guest agent must go on")?;
+    assert_eq!(guest.vm.trouble(), Vec::<String>::new());
+    Ok(())
+}
+
+#[test]
+#[ignore = "boots a VM"]
+fn a_guest_that_writes_to_freed_pages_is_found_by_measurement() -> Result<()> {
+    let blind = "--skip-check command-line --skip-check boot-log --skip-check kernel-config";
+    let builder = Vm::builder().memory(GIB).kernel_argument("init_on_free=1");
+    let guest = ReportingVm::boot_with_agents(builder, &[], blind)?;
+    let host = guest.host_agent().context("no host agent")?;
+    let gates = |deadline| host.wait_for_gates(VM_NAME, &["write-on-free"], deadline);
+    let mut rounds = 0;
+    let found = loop {
+        guest.vm.run("memhog 600m")?;
+        rounds += 1;
+        match gates(Duration::from_secs(10)) {
+            Ok(found) => break found,
+            Err(error) if rounds == 5 => return Err(error),
+            Err(_) => {}
+        }
+    };
+    assert!(found.values().any(|detail| detail.contains("backed again at once")), "{found:?}");
+    let dropped = guest.counter("huge_pages_dropped")?;
+    println!("gate closed after {dropped} huge pages in {rounds} rounds");
+    guest.vm.run("memhog 600m")?;
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(guest.counter("huge_pages_dropped")?, dropped, "dropped in vain behind a closed gate");
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! The project's own commands: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`.
+//!
+//! Run by people and by `.ci/run`. They do their own set-up: what is missing is built, fetched or, as root, installed.
+
+mod bench;
+mod demo;
+mod progress;
+mod test;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use fpr_tests::reporting::Reporting;
+
+/// The project's own commands.
+#[derive(Parser)]
+#[command(name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// About a minute: one guest with and one without reporting, side by side.
+    Demo {
+        /// Who reports in the guest that does.
+        #[arg(long, default_value_t = Reporting::Agent)]
+        reporting: Reporting,
+    },
+    /// All that CI runs: format, lints, tests, and tests with real guests.
+    Test {
+        /// Leaves out the tests that boot guests.
+        #[arg(long)]
+        quick: bool,
+    },
+    /// Measures and writes the result as JSON.
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// How fast, how far and at what price the memory of an ended program comes back.
+    Return {
+        /// Where the result goes.
+        #[arg(long)]
+        json: PathBuf,
+        /// Runs per configuration.
+        #[arg(long, default_value_t = 3)]
+        runs: usize,
+        /// Which to compare, in the order in which they alternate.
+        #[arg(long, value_delimiter = ',', default_values_t = Reporting::ALL)]
+        configs: Vec<Reporting>,
+    },
+    /// How fast memory is dropped, and what the reporting queue adds to the system calls. No guest; wants root.
+    Discard {
+        /// Where the result goes.
+        #[arg(long)]
+        json: PathBuf,
+        /// Runs per configuration.
+        #[arg(long, default_value_t = 15)]
+        runs: usize,
+    },
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Demo { reporting } => demo::run(reporting).map(|()| true),
+        Command::Test { quick } => {
+            test::run(if quick { test::Extent::WithoutGuests } else { test::Extent::Everything })
+        }
+        Command::Bench(Bench::Return { json, runs, configs }) => {
+            bench::return_memory(&json, runs, configs).map(|()| true)
+        }
+        Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
