@@ -1,21 +1,30 @@
-//! The command line.
+//! The command line, as the program parses it and as man pages and completions are generated from it.
 
-use clap::{Args, Parser, Subcommand};
-use fpr_guest_agent::config::{DEFAULT_PATH, DEFAULT_RUN_DIR, Flags};
+use crate::config::{DEFAULT_PATH, DEFAULT_RUN_DIR, Flags};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use std::path::PathBuf;
 
 /// Reports free huge pages to the host, so that it can drop their memory.
 #[derive(Debug, Parser)]
 #[command(name = "fpr-guest-agent", version, about)]
-pub(crate) struct Cli {
+pub struct Cli {
+    /// What to do.
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub command: Command,
+    /// On top of the configuration file.
     #[command(flatten)]
-    pub(crate) flags: ConfigFlags,
+    pub flags: ConfigFlags,
 }
 
+/// The whole command line, for generators of man pages and completions.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// The subcommands.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub enum Command {
     /// Run in the foreground until SIGTERM
     Run,
     /// Make one pass over the free memory and say what came of it
@@ -36,8 +45,9 @@ pub(crate) enum Command {
     Validate,
 }
 
+/// What every subcommand takes.
 #[derive(Debug, Args)]
-pub(crate) struct ConfigFlags {
+pub struct ConfigFlags {
     /// Configuration file
     #[arg(long, global = true, value_name = "FILE", help = format!("Configuration file [default: {DEFAULT_PATH}, if it is there]"))]
     config: Option<PathBuf>,

@@ -3,12 +3,10 @@
 //! Exit codes: 0 done, 1 failed, 2 wrong usage, 69 no host agent, 71 the operating system refused, 77 no permission,
 //! 78 wrong configuration (sysexits.h).
 
-mod cli;
-
 use anyhow::Context;
 use clap::Parser;
-use cli::{Cli, Command};
 use fpr_guest_agent::check;
+use fpr_guest_agent::cli::{Cli, Command};
 use fpr_guest_agent::config::{Config, ConfigError, Flags};
 use fpr_guest_agent::kernel::Roots;
 use fpr_guest_agent::run::facts::gather;

@@ -1,22 +1,31 @@
-//! The command line.
+//! The command line, as the program parses it and as man pages and completions are generated from it.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use fpr_host_agent::config::{DEFAULT_CONTROL, DEFAULT_PATH, Flags};
-use fpr_host_agent::control::MAX_DRAIN_WAIT;
+use crate::config::{DEFAULT_CONTROL, DEFAULT_PATH, Flags};
+use crate::control::MAX_DRAIN_WAIT;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// Drops the backing of free guest memory, or says by name why not.
 #[derive(Debug, Parser)]
 #[command(name = "fpr-host-agent", version, about)]
-pub(crate) struct Cli {
+pub struct Cli {
+    /// What to do.
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub command: Command,
 }
 
+/// The whole command line, for generators of man pages and completions.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// The subcommands.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Command {
+pub enum Command {
     /// Run the daemon in the foreground
     Serve {
+        /// File and flags.
         #[command(flatten)]
         flags: ConfigFlags,
         /// How log lines on stderr look
@@ -28,6 +37,7 @@ pub(crate) enum Command {
     },
     /// Check the configuration and say what it means
     Validate {
+        /// File and flags.
         #[command(flatten)]
         flags: ConfigFlags,
     },
@@ -84,8 +94,9 @@ pub(crate) enum Command {
     },
 }
 
+/// What `serve` and `validate` take.
 #[derive(Debug, Args)]
-pub(crate) struct ConfigFlags {
+pub struct ConfigFlags {
     /// Configuration file [default: /etc/fpr/host.toml, if it is there]
     #[arg(long, value_name = "FILE", help = format!("Configuration file [default: {DEFAULT_PATH}, if it is there]"))]
     config: Option<PathBuf>,
@@ -106,8 +117,9 @@ impl From<ConfigFlags> for Flags {
     }
 }
 
+/// How a log line looks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum LogFormat {
+pub enum LogFormat {
     /// One readable line
     Text,
     /// One JSON object

@@ -6,7 +6,9 @@
 
 #![deny(unsafe_code)]
 
+pub mod accounting;
 pub mod backing;
+pub mod cli;
 pub mod config;
 pub mod control;
 pub mod device;

@@ -3,12 +3,11 @@
 //! Exit codes: 0 done, 1 failed or `doctor` says `no` to something, 2 wrong usage, 69 the daemon is not reachable, 71
 //! the operating system refused, 77 no permission, 78 wrong configuration (sysexits.h).
 
-mod cli;
 mod render;
 
 use anyhow::Context;
 use clap::Parser;
-use cli::{Cli, Command, LogFormat};
+use fpr_host_agent::cli::{Cli, Command, LogFormat};
 use fpr_host_agent::config::{Config, ConfigError, Flags};
 use fpr_host_agent::control::{self, ClientError};
 use fpr_host_agent::doctor::{self, Colour, Style, Surroundings, Verdict};

@@ -7,8 +7,10 @@ use super::punch::{drop_extents, round_inward};
 use super::{Backing, DropOutcome, FileId, MemoryMap, Span, Unsuitable, choose};
 use fpr_protocol::{BackedRange, GuestAddress, HugePageRange, HugePageSize, Refusal};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 
 /// Why the host could not look at guest memory: its own fault, not the guest's.
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +91,17 @@ impl GuestBacking {
     /// The distinct files, for [`crate::process`] and to see that no two VMs share one.
     pub fn file_ids(&self) -> impl Iterator<Item = FileId> + '_ {
         self.files.iter().map(|(id, _)| *id)
+    }
+
+    /// One descriptor of each distinct file, to account for it.
+    pub fn files(&self) -> Vec<Arc<File>> {
+        let regions = self.map.regions();
+        let first = |file: usize| self.file_of_region.iter().position(|of| *of == file);
+        (0..self.files.len())
+            .filter_map(first)
+            .filter_map(|region| regions.get(region))
+            .map(|region| Arc::clone(&region.file))
+            .collect()
     }
 
     /// Whether [`GuestBacking::backed`] can tell holes from memory in every file.

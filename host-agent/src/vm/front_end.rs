@@ -7,6 +7,7 @@
 use super::boot_now;
 use super::owner::Owner;
 use super::worker::{Target, Work, Worker};
+use crate::accounting::Subject;
 use crate::backing::{self, GuestBacking, MemoryMap};
 use crate::device::{DeviceKind, Done as Fence, MemoryRegion, PeerProcess};
 use crate::process::check_mappings;
@@ -191,6 +192,14 @@ impl Owner {
             }
         }
         self.handle(Event::Gates(GateSource::Backing, gates));
+    }
+
+    /// Whose memory the VM is: both devices show the same guest.
+    pub(super) fn subject(&self) -> Subject {
+        let pid = self.front_ends.values().find_map(|front_end| front_end.connection.pid());
+        let backing = self.front_ends.values().find_map(|front_end| front_end.backing.as_deref());
+        let files = backing.map(GuestBacking::files).unwrap_or_default();
+        Subject { pid: pid.map(Pid::as_raw), cgroup: None, files }
     }
 
     /// When to look into the processes again; `None` while that is under way or there is nothing to look at.

@@ -22,6 +22,7 @@ pub mod status;
 mod stream;
 mod worker;
 
+use crate::accounting::Subject;
 use crate::backing;
 use crate::device::balloon::{self, BalloonConfig};
 use crate::device::vsock::{self, VsockConfig};
@@ -91,6 +92,8 @@ impl VmConfig {
 pub enum Request {
     /// Its figures.
     Status(oneshot::Sender<VmStatus>),
+    /// Whose memory is to be accounted for; without a front end it has neither process nor files.
+    Subject(oneshot::Sender<Subject>),
     /// Close the gate `operator`.
     Inhibit(String, oneshot::Sender<()>),
     /// Open it.

@@ -224,6 +224,7 @@ impl Owner {
         // An asker that has gone needs no answer.
         match request {
             Request::Status(answer) => drop(answer.send(self.status())),
+            Request::Subject(answer) => drop(answer.send(self.subject())),
             Request::Inhibit(reason, answer) => {
                 self.handle(Event::Gates(GateSource::Operator, vec![(Gate::Operator, reason)]));
                 let _ = answer.send(());
