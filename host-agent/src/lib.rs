@@ -13,6 +13,7 @@ pub mod config;
 pub mod control;
 pub mod device;
 pub mod doctor;
+pub mod fields;
 pub mod kvm;
 pub mod log_limit;
 pub mod process;

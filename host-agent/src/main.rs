@@ -11,6 +11,7 @@ use fpr_host_agent::cli::{Cli, Command, LogFormat};
 use fpr_host_agent::config::{Config, ConfigError, Flags};
 use fpr_host_agent::control::{self, ClientError};
 use fpr_host_agent::doctor::{self, Colour, Style, Surroundings, Verdict};
+use fpr_host_agent::fields::table;
 use fpr_host_agent::serve::{ServeError, serve};
 use nix::unistd::Pid;
 use std::io::{IsTerminal, Write};
@@ -49,7 +50,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Status { control, json } => {
             let status = control::ask(&control, &control::Command::Status)?;
-            print(&if json { format!("{status:#}\n") } else { render::status(&status) })
+            print(&if json { format!("{status:#}\n") } else { table::status(&status) })
         }
         Command::Inhibit { vm, reason, control } => {
             control::ask(&control, &control::Command::Inhibit { vm, reason })?;

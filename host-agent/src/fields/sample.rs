@@ -1,0 +1,125 @@
+//! A status in which everything is there and nothing is zero, for tests. The compiler sees to it that nothing is missing.
+
+use crate::control::DaemonStatus;
+use crate::reporting::{QueueCounters, Refused};
+use crate::session::AgentStatus;
+use crate::session::counters::{Counters, MemorySource, SourceCounters};
+use crate::session::gates::{ClosedGate, GateSource};
+use crate::vm::status::{
+    BalloonClaims, BalloonStatus, FrontEnd, GateStatus, GuestClaims, Memory, VmStatus, VsockStatus,
+};
+use fpr_protocol::{CloseReason, Gate, Refusal};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+
+/// The daemon with one VM.
+pub(crate) fn daemon() -> DaemonStatus {
+    DaemonStatus { version: "0.1.0", pid: 7, vms: vec![vm("web1")] }
+}
+
+/// A VM of 1 GiB with both devices and a closed gate.
+pub(crate) fn vm(name: &str) -> VmStatus {
+    let front_end = Some(FrontEnd { pid: Some(4711), uid: 64055 });
+    let gate = ClosedGate {
+        gate: Gate::Operator,
+        source: GateSource::Operator,
+        detail: "backup at noon".to_owned(),
+        since: Duration::ZERO,
+    };
+    VmStatus {
+        name: name.to_owned(),
+        front_end,
+        agent: AgentStatus::Active {
+            agent_version: "0.1.0".to_owned(),
+            kernel_release: "6.12".to_owned(),
+            stats: None,
+            regions_proven: (1, 2),
+        },
+        gates: vec![GateStatus { gate, closed_for_s: 90 }],
+        memory: Some(Memory { guest_bytes: 1024 * MIB, backed_bytes: Some(300 * MIB) }),
+        counters: counters(),
+        guest_claims: Some(GuestClaims {
+            memory_total_bytes: 1000 * MIB,
+            memory_free_bytes: 600 * MIB,
+            memory_available_bytes: 750 * MIB,
+            page_cache_bytes: 90 * MIB,
+            psi_some_avg10_percent: 1.5,
+            psi_full_avg10_percent: 0.5,
+            huge_pages_offlined: 64,
+            huge_pages_claimed: 3,
+            agent_cpu_s: 0.25,
+        }),
+        vsock: Some(VsockStatus {
+            socket: "/run/fpr/web1.sock".into(),
+            front_end,
+            packets_received: 20,
+            packets_sent: 21,
+            connections_accepted: 2,
+            refused_by_reason: BTreeMap::from([("unknown_port".to_owned(), 1)]),
+        }),
+        balloon: Some(BalloonStatus {
+            socket: "/run/fpr/web1-balloon.sock".into(),
+            front_end,
+            kernel_reporting: true,
+            reporting: queue(),
+            inflate: queue(),
+            deflate_chains: 4,
+            statistics_received: 5,
+            front_ends_broken_off: 1,
+            refused_by_reason: BTreeMap::from([("bad_statistics".to_owned(), 1)]),
+            guest_claims: Some(BalloonClaims {
+                age_s: 3,
+                memory_total_bytes: Some(1000 * MIB),
+                memory_free_bytes: Some(600 * MIB),
+                memory_available_bytes: Some(750 * MIB),
+                page_cache_bytes: Some(90 * MIB),
+                swap_in_bytes: Some(4096),
+                swap_out_bytes: Some(8192),
+                major_faults: Some(11),
+                oom_kills: Some(1),
+            }),
+        }),
+    }
+}
+
+fn counters() -> Counters {
+    let source = SourceCounters {
+        reported_bytes: 10 * MIB,
+        dropped_bytes: 8 * MIB,
+        refused_bytes: 2 * MIB,
+        refused_bytes_by_reason: BTreeMap::from([(Refusal::Gated, 2 * MIB)]),
+    };
+    Counters {
+        sessions: 2,
+        closed_by_reason: BTreeMap::from([(CloseReason::Flood, 1)]),
+        fences_waited: 1,
+        reports: 6,
+        huge_pages_reported: 10,
+        huge_pages_offlined: 7,
+        huge_pages_claimed: 3,
+        huge_pages_dropped: 8,
+        huge_pages_refused: 2,
+        refused_by_reason: BTreeMap::from([(Refusal::Gated, 2)]),
+        sources: MemorySource::ALL.map(|of| (of, source.clone())).into(),
+        freed_bytes: 30 * MIB,
+        surveys: 4,
+        refault_watched_bytes: 16 * MIB,
+        refault_returned_bytes: 2 * MIB,
+        busy_ns: 12_345_678,
+    }
+}
+
+fn queue() -> QueueCounters {
+    QueueCounters {
+        chains: 3,
+        chains_malformed: 1,
+        descriptors: 9,
+        ranges: 8,
+        named_bytes: 10 * MIB,
+        ranges_dropped: 7,
+        dropped_bytes: 8 * MIB,
+        refused_by_reason: BTreeMap::from([(Refusal::Gated, Refused { ranges: 1, bytes: 2 * MIB })]),
+    }
+}
