@@ -21,6 +21,7 @@
 use crate::agent::policy::Policy;
 use crate::kernel::detect::Check;
 use crate::run::channel::{Address, AddressError};
+use fpr_protocol::ByteSize;
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -85,9 +86,9 @@ struct File {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct FilePolicy {
-    trigger: Option<Size>,
-    min_reclaim: Option<Size>,
-    floor: Option<Size>,
+    trigger: Option<ByteSize>,
+    min_reclaim: Option<ByteSize>,
+    floor: Option<ByteSize>,
     min_free_age: Option<Time>,
     max_free_age: Option<Time>,
     max_interval: Option<Time>,
@@ -214,28 +215,6 @@ where
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Self).map_err(serde::de::Error::custom)
-    }
-}
-
-/// `64M`: bytes, or K, M, G for powers of 1024.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
-struct Size(u64);
-
-impl TryFrom<String> for Size {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        let (digits, unit) = split_unit(&text);
-        let shift = match unit {
-            "" => 0,
-            "K" => 10,
-            "M" => 20,
-            "G" => 30,
-            _ => return Err(format!("{text:?} is no size: write it like 64M, with K, M or G")),
-        };
-        let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no size: write it like 64M"))?;
-        number.checked_mul(1 << shift).map(Self).ok_or_else(|| format!("{text:?} is too large"))
     }
 }
 

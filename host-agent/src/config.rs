@@ -8,11 +8,13 @@
 //! balloon = "/run/fpr/web1-balloon.sock"  # balloon device, for the guest's kernel
 //! guest_cid = 3                           # default 3
 //! inhibit = "being debugged"              # close the gate `operator` from the start
+//! budget = "6G"                           # raise an alarm when the VM costs its host more
 //! ```
 //! A VM has one of the two devices or both. An unknown key is an error that names key, file and line. A missing file is fine unless it was asked for.
 
 use crate::device::vsock::DEFAULT_GUEST_CID;
 use crate::vm::VmConfig;
+use fpr_protocol::ByteSize;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -76,6 +78,7 @@ struct FileVm {
     #[serde(default = "default_cid")]
     guest_cid: u64,
     inhibit: Option<String>,
+    budget: Option<ByteSize>,
 }
 
 fn default_cid() -> u64 {
@@ -131,6 +134,11 @@ impl Config {
             }
             config.guest_cid = vm.guest_cid;
             config.inhibit = vm.inhibit;
+            if vm.budget == Some(ByteSize(0)) {
+                let what = "budget 0 would always be crossed: leave it out for none".to_owned();
+                return Err(ConfigError::Value { place, what });
+            }
+            config.budget_bytes = vm.budget.map(|budget| budget.0);
             vms.push(config);
         }
         for flag in &flags.vms {
@@ -241,10 +249,12 @@ mod tests {
 
     #[test]
     fn file_and_flags_add_up() {
-        let config = load("[vm.a]\nsocket = \"/run/a\"\nguest_cid = 7\ninhibit = \"test\"\n", &["b=/run/b"]).unwrap();
+        let text = "[vm.a]\nsocket = \"/run/a\"\nguest_cid = 7\ninhibit = \"test\"\nbudget = \"6G\"\n";
+        let config = load(text, &["b=/run/b"]).unwrap();
         assert_eq!(config.control, Path::new(DEFAULT_CONTROL));
         let vms: Vec<_> = config.vms.iter().map(|vm| (vm.name.as_str(), vm.guest_cid, vm.inhibit.as_deref())).collect();
         assert_eq!(vms, [("a", 7, Some("test")), ("b", 3, None)]);
+        assert_eq!(config.vms.iter().map(|vm| vm.budget_bytes).collect::<Vec<_>>(), [Some(6 << 30), None]);
     }
 
     #[test]
@@ -278,6 +288,9 @@ mod tests {
             ("[vm.a]\nsocket = \"/a\"\nballoon = \"b\"\n", &[], &["vm.a", "relative"]),
             ("[vm.a]\nsocket = \"/a\"\nballoon = \"/a\"\n", &[], &["/a is the socket of a and of a"]),
             ("control = 1 2\n", &[], &["host.toml", "line 1"]),
+            ("[vm.a]\nsocket = \"/a\"\nbudget = \"6X\"\n", &[], &["host.toml", "line 3", "budget", "like 64M"]),
+            ("[vm.a]\nsocket = \"/a\"\nbudget = 6\n", &[], &["host.toml", "line 3", "budget"]),
+            ("[vm.a]\nsocket = \"/a\"\nbudget = \"0\"\n", &[], &["vm.a", "budget 0", "leave it out"]),
             ("[vm.a]\nsocket = \"/a\"\nguest_cid = 2\n", &[], &["vm.a", "guest_cid 2", "from 3"]),
             ("", &[], &["no VM", "--vm NAME=SOCKET"]),
             ("", &["a"], &["--vm a", "NAME=SOCKET"]),

@@ -12,6 +12,7 @@ pub mod frame;
 pub mod message;
 pub mod range;
 pub mod reason;
+pub mod size;
 pub mod units;
 pub mod version;
 
@@ -20,6 +21,7 @@ pub use frame::{Frame, FrameDecoder, FrameError};
 pub use message::Message;
 pub use range::{BackedRange, HugePageRange, Isolation, RangeError, ReportedRange};
 pub use reason::{CloseReason, Gate, PassEnd, Refusal};
+pub use size::ByteSize;
 pub use units::{GuestAddress, HugePageSize};
 pub use version::{Version, VersionRange};
 

@@ -59,6 +59,8 @@ pub struct VmConfig {
     pub guest_cid: u64,
     /// Closed from the start, with this reason.
     pub inhibit: Option<String>,
+    /// What it may cost its host before an alarm is raised.
+    pub budget_bytes: Option<u64>,
     /// Session times and bounds.
     pub session: Config,
     /// Root of procfs.
@@ -80,6 +82,7 @@ impl VmConfig {
             balloon: None,
             guest_cid: vsock::DEFAULT_GUEST_CID,
             inhibit: None,
+            budget_bytes: None,
             session: Config::default(),
             proc_root: PathBuf::from(PROC_ROOT),
             memory_files: Arc::default(),
