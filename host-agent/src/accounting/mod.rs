@@ -6,6 +6,18 @@
 //!
 //! The roots of the kernel's file trees are parameters, and nothing else is trusted.
 
+mod absent;
+mod backing;
+mod cgroup;
+mod ksm;
+mod parse;
+mod percpu;
+mod process;
+mod reader;
+
+pub use ksm::KsmStat;
+pub use reader::Reader;
+
 use serde::Serialize;
 use std::fs::File;
 use std::path::PathBuf;
@@ -142,6 +154,28 @@ pub struct Subject {
     pub cgroup: Option<PathBuf>,
     /// Files of its shared guest memory, each once. Found by way of the process if it is empty.
     pub files: Vec<Arc<File>>,
+}
+
+/// One figure for one VM. Who reads more than one keeps a [`Reader`].
+///
+/// # Errors
+/// There is no figure: [`Absent`] says why.
+pub fn read(roots: &Roots, subject: &Subject, method: Method) -> Reading {
+    Reader::new(roots, subject).read(method)
+}
+
+/// A figure before it is known what it cost.
+#[derive(Debug)]
+struct Measured {
+    bytes: u64,
+    precision: Precision,
+    source: String,
+}
+
+impl Measured {
+    fn after(self, read: Duration) -> Figure {
+        Figure { bytes: self.bytes, source: self.source, precision: self.precision, read }
+    }
 }
 
 fn nanoseconds<S: serde::Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
