@@ -2,7 +2,7 @@
 //!
 //! ```toml
 //! connect = "vsock:2:6713458"   # or "unix:/path"
-//! run_dir = "/run/fpr"
+//! run_dir = "/run/fpr-guest"
 //! offline = true                # memory-block offlining
 //! claims = true                 # huge-page claims
 //! skip_checks = []              # names of checks not to make: command-line, boot-log, kernel-config, …
@@ -33,7 +33,7 @@ use std::time::Duration;
 pub const DEFAULT_PATH: &str = "/etc/fpr/guest.toml";
 
 /// Lock, journal and hugetlbfs mount; a tmpfs, because none of it outlives a boot.
-pub const DEFAULT_RUN_DIR: &str = "/run/fpr";
+pub const DEFAULT_RUN_DIR: &str = "/run/fpr-guest";
 
 /// Why a configuration is none.
 #[derive(Debug, thiserror::Error)]

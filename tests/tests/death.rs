@@ -15,7 +15,7 @@ const RESUMED: Duration = Duration::from_secs(5);
 const ATTEMPTS: u32 = 8;
 
 const OFFLINE: &str = "grep -l offline /sys/devices/system/memory/memory*/state | wc -l";
-const CLAIMS: &str = "ls /run/fpr/hugepages 2>/dev/null | wc -l";
+const CLAIMS: &str = "ls /run/fpr-guest/hugepages 2>/dev/null | wc -l";
 
 fn count(guest: &ReportingVm, command: &str) -> Result<u64> {
     let output = guest.vm.run(command)?.stdout;

@@ -24,7 +24,7 @@ pub struct HugePageRoots {
     pub sys: PathBuf,
     /// Normally `/proc`.
     pub proc: PathBuf,
-    /// Where the agent's own hugetlbfs is or will be mounted, normally `/run/fpr/hugepages`.
+    /// Where the agent's own hugetlbfs is or will be mounted, normally `/run/fpr-guest/hugepages`.
     pub mount_point: PathBuf,
     /// Size of a huge page.
     pub huge_page: HugePageSize,

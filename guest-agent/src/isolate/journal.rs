@@ -4,7 +4,7 @@
 //! killed between any two instructions: what a dead agent left behind is at most what the journal says, never more.
 //! Used by [`super::offline`] and [`super::hugetlb`]; the state machine holds the [`RunLock`].
 //!
-//! The run directory is expected on tmpfs (`/run/fpr`). Entries carry the boot id, so those of an earlier boot are
+//! The run directory is expected on tmpfs (`/run/fpr-guest`). Entries carry the boot id, so those of an earlier boot are
 //! dropped where it is not. Trusts the directory: only root may write there.
 
 use nix::fcntl::{Flock, FlockArg};
