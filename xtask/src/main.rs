@@ -1,10 +1,12 @@
-//! The project's own commands: `cargo xtask demo`, `cargo xtask test`, `cargo xtask bench`.
+//! The project's own commands: `cargo xtask demo`, `test`, `bench`, `man`.
 //!
 //! Run by people and by `.ci/run`. They do their own set-up: what is missing is built, fetched or, as root, installed.
 
 mod bench;
 mod demo;
+mod man;
 mod progress;
+mod source_date;
 mod test;
 
 use std::path::PathBuf;
@@ -38,6 +40,12 @@ enum Command {
     /// Measures and writes the result as JSON.
     #[command(subcommand)]
     Bench(Bench),
+    /// Writes the man pages and shell completions of both agents.
+    Man {
+        /// Where they go.
+        #[arg(long, value_name = "DIR", default_value = "target/man")]
+        out: PathBuf,
+    },
 }
 
 #[derive(Subcommand)]
@@ -74,6 +82,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Return { json, runs, configs }) => {
             bench::return_memory(&json, runs, configs).map(|()| true)
         }
+        Command::Man { out } => man::run(&out).map(|()| true),
         Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
     };
     match outcome {
