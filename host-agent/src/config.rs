@@ -2,6 +2,7 @@
 //!
 //! ```toml
 //! control = "/run/fpr/host.sock"
+//! metrics = "unix:/run/fpr/metrics.sock"  # or IP:PORT; absent: no /metrics
 //!
 //! [vm.web1]
 //! socket = "/run/fpr/web1.sock"           # vsock device, for the guest's agent
@@ -13,6 +14,7 @@
 //! A VM has one of the two devices or both. An unknown key is an error that names key, file and line. A missing file is fine unless it was asked for.
 
 use crate::device::vsock::DEFAULT_GUEST_CID;
+use crate::metrics::MetricsAddress;
 use crate::vm::VmConfig;
 use fpr_protocol::ByteSize;
 use serde::Deserialize;
@@ -66,6 +68,7 @@ pub enum ConfigError {
 #[serde(deny_unknown_fields)]
 struct File {
     control: Option<PathBuf>,
+    metrics: Option<MetricsAddress>,
     #[serde(default)]
     vm: BTreeMap<String, FileVm>,
 }
@@ -90,6 +93,8 @@ fn default_cid() -> u64 {
 pub struct Config {
     /// Where `status` and the other commands reach the daemon.
     pub control: PathBuf,
+    /// Where Prometheus scrapes; nowhere unless configured.
+    pub metrics: Option<MetricsAddress>,
     /// The VMs, by name.
     pub vms: Vec<VmConfig>,
 }
@@ -158,7 +163,7 @@ impl Config {
             }
         }
         let control = flags.control.clone().or(file.control).unwrap_or_else(|| PathBuf::from(DEFAULT_CONTROL));
-        let config = Self { control, vms };
+        let config = Self { control, metrics: file.metrics, vms };
         config.check(&path)?;
         Ok(config)
     }
@@ -172,6 +177,12 @@ impl Config {
             ));
         }
         let mut sockets: BTreeMap<&Path, &str> = BTreeMap::from([(self.control.as_path(), "control")]);
+        if let Some(MetricsAddress::Unix(socket)) = &self.metrics {
+            check_socket(socket, "metrics")?;
+            if sockets.insert(socket, "metrics").is_some() {
+                return Err(error(format!("{} is the socket of control and of metrics", socket.display())));
+            }
+        }
         let mut names: BTreeMap<&str, ()> = BTreeMap::new();
         for vm in &self.vms {
             if names.insert(&vm.name, ()).is_some() {
@@ -291,6 +302,9 @@ mod tests {
             ("[vm.a]\nsocket = \"/a\"\nbudget = \"6X\"\n", &[], &["host.toml", "line 3", "budget", "like 64M"]),
             ("[vm.a]\nsocket = \"/a\"\nbudget = 6\n", &[], &["host.toml", "line 3", "budget"]),
             ("[vm.a]\nsocket = \"/a\"\nbudget = \"0\"\n", &[], &["vm.a", "budget 0", "leave it out"]),
+            ("metrics = \"localhost:1\"\n", &[], &["host.toml", "line 1", "localhost:1", "127.0.0.1:"]),
+            ("control = \"/m\"\nmetrics = \"unix:/m\"\n", &["a=/x"], &["/m is the socket of control and of metrics"]),
+            ("metrics = \"unix:/m\"\n", &["a=/m"], &["/m is the socket of metrics and of a"]),
             ("[vm.a]\nsocket = \"/a\"\nguest_cid = 2\n", &[], &["vm.a", "guest_cid 2", "from 3"]),
             ("", &[], &["no VM", "--vm NAME=SOCKET"]),
             ("", &["a"], &["--vm a", "NAME=SOCKET"]),

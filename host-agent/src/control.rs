@@ -125,14 +125,7 @@ async fn client(stream: UnixStream, vms: &[VmHandle]) -> std::io::Result<()> {
 async fn obey(command: Command, vms: &[VmHandle]) -> Answer {
     let wait = command.wait();
     match command {
-        Command::Status => {
-            let mut statuses = Vec::new();
-            for vm in vms {
-                statuses.extend(vm.ask(Request::Status).await);
-            }
-            let pid = std::process::id();
-            Answer::Status(DaemonStatus { version: env!("CARGO_PKG_VERSION"), pid, vms: statuses })
-        }
+        Command::Status => Answer::Status(status(vms).await),
         Command::Inhibit { vm, reason } => match find(vms, &vm) {
             Ok(vm) => done(vm.ask(|answer| Request::Inhibit(reason, answer)).await),
             Err(error) => Answer::Error(error),
@@ -150,6 +143,15 @@ async fn obey(command: Command, vms: &[VmHandle]) -> Answer {
             Err(error) => Answer::Error(error),
         },
     }
+}
+
+/// Asks every VM for its figures, in order; one that is being stopped has none.
+pub async fn status(vms: &[VmHandle]) -> DaemonStatus {
+    let mut statuses = Vec::new();
+    for vm in vms {
+        statuses.extend(vm.ask(Request::Status).await);
+    }
+    DaemonStatus { version: env!("CARGO_PKG_VERSION"), pid: std::process::id(), vms: statuses }
 }
 
 /// What a VM that does not answer is.

@@ -16,6 +16,7 @@ pub mod doctor;
 pub mod fields;
 pub mod kvm;
 pub mod log_limit;
+pub mod metrics;
 pub mod process;
 pub mod reporting;
 pub mod serve;

@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::control;
 use crate::device::{ListenError, bind_listener};
+use crate::metrics;
 use crate::vm::{self, VmHandle};
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,6 +29,9 @@ pub enum ServeError {
     /// The control socket.
     #[error("control socket")]
     Control(#[from] ListenError),
+    /// Where Prometheus scrapes.
+    #[error(transparent)]
+    Metrics(#[from] metrics::BindError),
     /// Signals or the runtime.
     #[error("cannot set up the daemon")]
     Os(#[from] std::io::Error),
@@ -41,6 +45,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let (listener, _socket_file) = bind_listener(&config.control)?;
     listener.set_nonblocking(true)?;
     let listener = tokio::net::UnixListener::from_std(listener)?;
+    let metrics = config.metrics.as_ref().map(metrics::Listener::bind).transpose()?;
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
 
     let mut handles: Vec<VmHandle> = Vec::new();
@@ -66,12 +71,22 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     }
     if failed.is_none() {
         let control = tokio::spawn(control::serve(listener, handles.clone().into()));
+        let metrics = metrics.map(|listener| {
+            let vms: Arc<[VmHandle]> = handles.clone().into();
+            tokio::spawn(metrics::serve(listener, move || {
+                let vms = Arc::clone(&vms);
+                async move { control::status(&vms).await }
+            }))
+        });
         info!(control = %config.control.display(), vms = handles.len(), "serving");
         tokio::select! {
             _ = terminate.recv() => info!("SIGTERM: stopping"),
             _ = interrupt.recv() => info!("SIGINT: stopping"),
         }
         control.abort();
+        if let Some(metrics) = metrics {
+            metrics.abort();
+        }
     }
     stop(&handles.into(), tasks).await;
     failed.map_or(Ok(()), Err)

@@ -33,7 +33,7 @@ mod sys;
 pub mod vsock;
 
 pub use listen::ListenError;
-pub(crate) use listen::bind_listener;
+pub(crate) use listen::{SocketFile, bind_listener};
 pub use peer::PeerProcess;
 pub use vsock::fault::Fault;
 

@@ -41,12 +41,17 @@ impl Daemon {
 
     /// The same, and these VMs have a balloon device ([`balloon`](Self::balloon)), besides or only.
     pub fn start_with(vms: &[&str], balloons: &[&str]) -> Self {
+        Self::start_configured(|_| String::new(), vms, balloons)
+    }
+
+    /// The same with a configuration file, which may name what is in the daemon's directory.
+    pub fn start_configured(config: impl FnOnce(&Path) -> String, vms: &[&str], balloons: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let log = std::fs::File::create(dir.path().join("log")).unwrap();
         let mut command = host_agent();
         command.arg("serve").arg("--control").arg(dir.path().join("control.sock"));
-        // An empty file, so that the test does not depend on what the machine has in /etc.
-        std::fs::write(dir.path().join("host.toml"), "").unwrap();
+        // A file even if it is empty, so that the test does not depend on what the machine has in /etc.
+        std::fs::write(dir.path().join("host.toml"), config(dir.path())).unwrap();
         command.arg("--config").arg(dir.path().join("host.toml"));
         for vm in vms {
             command.arg("--vm").arg(format!("{vm}={}", dir.path().join(vm).display()));
