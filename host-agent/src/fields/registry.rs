@@ -23,6 +23,8 @@ pub const VM: &[Field] = &[
     host("/counters/freed_bytes", "fpr_freed_bytes_total", Kind::Counter, Unit::Bytes, "By how much the allocated blocks fell across drops; blurred by what else the guest did"),
     host("/counters/refault_watched_bytes", "fpr_refault_watched_bytes_total", Kind::Counter, Unit::Bytes, "Offlined memory that was dropped and looked at again 10 s later"),
     host("/counters/refault_returned_bytes", "fpr_refault_returned_bytes_total", Kind::Counter, Unit::Bytes, "Of that: backed again"),
+    host("/counters/refault_minute_watched_bytes", "fpr_refault_minute_watched_bytes_total", Kind::Counter, Unit::Bytes, "Dropped memory whose fate within a minute is known, whoever gave it away"),
+    host("/counters/refault_minute_returned_bytes", "fpr_refault_minute_returned_bytes_total", Kind::Counter, Unit::Bytes, "Of that, by sample: backed again"),
     host("/counters/sessions", "fpr_agent_sessions_total", Kind::Counter, Unit::Count, "Sessions of the guest agent that began"),
     host("/counters/closed_by_reason/{reason}", "fpr_agent_connections_closed_total", Kind::Counter, Unit::Count, "Connections of the guest agent that the host closed"),
     host("/counters/fences_waited", "fpr_agent_fences_waited_total", Kind::Counter, Unit::Count, "Sessions that waited for drops of an earlier one"),

@@ -107,6 +107,8 @@ fn counters() -> Counters {
         surveys: 4,
         refault_watched_bytes: 16 * MIB,
         refault_returned_bytes: 2 * MIB,
+        refault_minute_watched_bytes: 32 * MIB,
+        refault_minute_returned_bytes: 8 * MIB,
         busy_ns: 12_345_678,
     }
 }

@@ -62,7 +62,7 @@ pub const COLUMNS: &[Column] = &[
     right("CLAIMED", Shows::Difference(USED)),
     right("DROPPED", Shows::Bytes("fpr_dropped_bytes_total")),
     right("REFUSED", Shows::Bytes("fpr_refused_bytes_total")),
-    right("BACK", Shows::Share("fpr_refault_returned_bytes_total", "fpr_refault_watched_bytes_total")),
+    right("BACK", Shows::Share("fpr_refault_minute_returned_bytes_total", "fpr_refault_minute_watched_bytes_total")),
     left("GATES", Shows::Gates("fpr_gate_closed_seconds")),
 ];
 
@@ -326,7 +326,7 @@ mod tests {
         let cells: Vec<&str> = lines[1].split_whitespace().collect();
         assert_eq!(
             cells,
-            ["web1", "4711", "active", "reporting", "1G", "300M", "250M", "32M", "8M", "12%", "operator"],
+            ["web1", "4711", "active", "reporting", "1G", "300M", "250M", "32M", "8M", "25%", "operator"],
             "{text}"
         );
         assert!(lines[2].starts_with(&format!("{}…  4711", "x".repeat(23))), "{text}");

@@ -118,6 +118,10 @@ pub struct Counters {
     pub refault_watched_bytes: u64,
     /// Of these: backed again.
     pub refault_returned_bytes: u64,
+    /// Dropped bytes whose fate within a minute is known, whoever gave them away ([`super::refault`]).
+    pub refault_minute_watched_bytes: u64,
+    /// Of these, by sample: backed again.
+    pub refault_minute_returned_bytes: u64,
     /// Nanoseconds spent in jobs (checks, drops, looks).
     pub busy_ns: u64,
 }
@@ -141,6 +145,8 @@ impl Default for Counters {
             surveys: 0,
             refault_watched_bytes: 0,
             refault_returned_bytes: 0,
+            refault_minute_watched_bytes: 0,
+            refault_minute_returned_bytes: 0,
             busy_ns: 0,
         }
     }

@@ -81,6 +81,13 @@ pub enum Job {
         /// Unit.
         size: HugePageSize,
     },
+    /// How much of these pieces, dropped a minute ago, is backed by now?
+    LookBack {
+        /// Who dropped them.
+        device: DeviceKind,
+        /// Them; they may overlap.
+        pieces: Vec<GuestRange>,
+    },
 }
 
 impl Job {
@@ -88,6 +95,7 @@ impl Job {
     #[must_use]
     pub fn device(&self) -> DeviceKind {
         match self {
+            Self::LookBack { device, .. } => *device,
             Self::Discard { .. } => DeviceKind::Balloon,
             Self::Drop { .. } | Self::Prove { .. } | Self::Survey { .. } | Self::Look { .. } => DeviceKind::Vsock,
         }
@@ -105,6 +113,13 @@ pub enum JobOutput {
     Survey(Vec<BackedRange>),
     /// Of [`Job::Look`]: bytes backed, and what samples of them hold.
     Look(u64, Content),
+    /// Of [`Job::LookBack`].
+    LookedBack {
+        /// Bytes that could be looked at.
+        looked_bytes: u64,
+        /// Of these: backed.
+        backed_bytes: u64,
+    },
     /// The worker could not do it; for a look or a survey that is no reason to end the session.
     Failed(String),
 }

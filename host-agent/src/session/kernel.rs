@@ -63,7 +63,7 @@ impl Session {
         } else if self.fences.iter().any(|(device, _)| *device == DeviceKind::Balloon) {
             // The device is being stopped and sends nothing; if it did, nothing may start behind the fence.
             Some(Refusal::Cancelled)
-        } else if self.jobs_of(DeviceKind::Balloon) >= self.config.max_kernel_jobs {
+        } else if self.kernel_jobs() >= self.config.max_kernel_jobs {
             Some(Refusal::TooMuchInFlight)
         } else {
             None
@@ -122,11 +122,19 @@ impl Session {
         };
         let results: Vec<Result<u64, Refusal>> = (0..pending.ranges.len()).map(result).collect();
         let dropped: u64 = results.iter().flatten().fold(0, |sum, bytes| sum.saturating_add(*bytes));
+        let went = |(range, result): (&GuestRange, &Result<u64, Refusal>)| result.is_ok().then_some(*range);
+        let ranges: Vec<GuestRange> = pending.ranges.iter().zip(&results).filter_map(went).collect();
+        self.watch_refaults(DeviceKind::Balloon, &ranges, dropped, now);
         if self.kernel_effect.still_backed(dropped, output.still_backed_bytes) {
             let detail = super::STILL_BACKED.to_owned();
             self.gates.close(Gate::Ineffective, GateSource::Balloon, detail, now);
         }
         self.answer_kernel(pending, results);
+    }
+
+    /// Reports on their way; a look back is nobody's who waits.
+    fn kernel_jobs(&self) -> usize {
+        self.jobs.values().filter(|job| matches!(job.reply, Reply::Kernel(_))).count()
     }
 
     fn answer_kernel(&mut self, pending: &PendingKernelReport, results: Vec<Result<u64, Refusal>>) {

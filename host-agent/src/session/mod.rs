@@ -45,11 +45,13 @@ pub mod gates;
 pub mod job;
 pub mod kernel;
 pub mod rate;
+pub mod refault;
 mod report;
 
 pub use event::{Action, AgentStatus, Event, Note};
 
 use crate::device::{ConnectionId, DeviceKind};
+use crate::reporting::GuestRange;
 use active::Active;
 use counters::Counters;
 use drain::{DrainId, PendingDrain};
@@ -59,6 +61,7 @@ use fpr_protocol::{CloseReason, Gate, GuestAddress, HugePageRange, HugePageSize,
 use gates::{ClosedGate, GateSource, Gates};
 use job::{Job, JobId};
 use kernel::PendingKernelReport;
+use refault::RefaultWatch;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -100,6 +103,8 @@ pub struct Config {
     pub kernel_deadline: Duration,
     /// Kernel reports queued for the worker.
     pub max_kernel_jobs: usize,
+    /// How long after a drop it is looked at again for the refault ratio ([`refault`]).
+    pub refault_minute: Duration,
 }
 
 impl Default for Config {
@@ -116,6 +121,7 @@ impl Default for Config {
             kernel_deadline: Duration::from_secs(5),
             // Each of the two queues waits for its answer.
             max_kernel_jobs: 2,
+            refault_minute: Duration::from_secs(60),
         }
     }
 }
@@ -143,6 +149,8 @@ pub struct Session {
     kernel_reporting: bool,
     /// Of kernel reports; only whether the backing shrinks is asked.
     kernel_effect: Effect<()>,
+    /// What each device dropped in the last minute.
+    refaults: BTreeMap<DeviceKind, RefaultWatch>,
     drains: BTreeMap<DrainId, PendingDrain>,
     counters: Counters,
     next_nonce: u64,
@@ -165,6 +173,7 @@ enum Reply {
     Survey { sequence: u64 },
     Prove { sequence: u64, regions: Vec<Option<usize>> },
     Look(Watched<Ranges>),
+    Refault { dropped_bytes: u64 },
     Kernel(PendingKernelReport),
 }
 
@@ -184,6 +193,9 @@ impl Session {
             effect: Effect::default(),
             kernel_reporting: false,
             kernel_effect: Effect::default(),
+            refaults: [DeviceKind::Vsock, DeviceKind::Balloon]
+                .map(|device| (device, RefaultWatch::new(config.refault_minute, nonce_seed)))
+                .into(),
             drains: BTreeMap::new(),
             counters: Counters::default(),
             next_nonce: nonce_seed,
@@ -206,6 +218,7 @@ impl Session {
             Event::KernelReported(report) => self.kernel_reported(report),
             Event::PagePoison(poison_val) => self.page_poison(poison_val, now),
             Event::Stopped { device, fence } => {
+                self.forget_dropped(device);
                 match device {
                     DeviceKind::Vsock => {
                         self.waiting.clear();
@@ -218,6 +231,7 @@ impl Session {
                 self.fences.push((device, fence));
             }
             Event::MapChanged { device, fence } => {
+                self.forget_dropped(device);
                 match device {
                     DeviceKind::Vsock => self.close_all(CloseReason::MemoryMapChanged),
                     DeviceKind::Balloon => self.cancel_jobs(device),
@@ -257,7 +271,8 @@ impl Session {
             _ => None,
         };
         let times = [hello, active, self.effect.next_due(), self.retry_measured_at(), self.drains_due()];
-        times.into_iter().flatten().min()
+        let refaults = self.refaults.values().filter_map(RefaultWatch::next_due);
+        times.into_iter().flatten().chain(refaults).min()
     }
 
     /// Counters so far.
@@ -391,6 +406,7 @@ impl Session {
             self.kernel_effect.reset();
         }
         self.tick_drains(now);
+        self.look_for_refaults(now);
         let Phase::Active(active) = &mut self.phase else { return };
         let connection = active.connection;
         if active.pong_is_late(&self.config, now) {
@@ -407,6 +423,33 @@ impl Session {
                 let (ranges, size) = watched.ranges.clone();
                 self.start(Reply::Look(watched), Some(nonce), Job::Look { ranges, size });
             }
+        }
+    }
+
+    fn look_for_refaults(&mut self, now: Duration) {
+        let mut due = Vec::new();
+        for (device, watch) in &mut self.refaults {
+            due.extend(std::iter::from_fn(|| watch.due(now)).map(|sample| (*device, sample)));
+        }
+        for (device, sample) in due {
+            // A worker that is behind has better things to do than to look back.
+            if self.jobs_of(device) < self.config.max_jobs {
+                let reply = Reply::Refault { dropped_bytes: sample.dropped_bytes };
+                self.start(reply, None, Job::LookBack { device, pieces: sample.pieces });
+            }
+        }
+    }
+
+    fn watch_refaults(&mut self, device: DeviceKind, ranges: &[GuestRange], dropped_bytes: u64, now: Duration) {
+        if let Some(watch) = self.refaults.get_mut(&device) {
+            watch.dropped(ranges, dropped_bytes, now);
+        }
+    }
+
+    /// What the device's addresses mean may change.
+    fn forget_dropped(&mut self, device: DeviceKind) {
+        if let Some(watch) = self.refaults.get_mut(&device) {
+            watch.reset();
         }
     }
 

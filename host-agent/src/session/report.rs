@@ -4,6 +4,7 @@ use super::effect::{Content, KernelReturned, Question, Watched};
 use super::job::{CookieKey, DropItem, DropOutput, Job, JobId, JobOutput};
 use super::{Action, Note, PendingJob, Phase, Ranges, Reply, STILL_BACKED, Session};
 use crate::device::DeviceKind;
+use crate::reporting::GuestRange;
 use crate::session::gates::GateSource;
 use fpr_protocol::message::{Ack, Prove, Proven, RangeResult, Report, Survey, SurveyReply};
 use fpr_protocol::{
@@ -208,6 +209,9 @@ impl Session {
                 };
                 self.proved(sequence, &regions, &fits);
             }
+            (Reply::Refault { dropped_bytes }, JobOutput::LookedBack { looked_bytes, backed_bytes }) => {
+                self.looked_back(dropped_bytes, looked_bytes, backed_bytes);
+            }
             (Reply::Look(watched), JobOutput::Look(backed, content)) if live => {
                 self.looked(watched, backed, content, now);
             }
@@ -265,6 +269,12 @@ impl Session {
             .filter(|(index, _)| matches!(output.results.get(*index), Some(Ok(_))))
             .collect();
         let dropped_bytes: u64 = dropped.iter().map(|(_, reported)| reported.range.bytes(pending.size)).sum();
+        let ranges = |(_, reported): &(usize, ReportedRange)| GuestRange {
+            start: reported.range.start,
+            bytes: reported.range.bytes(pending.size),
+        };
+        let dropped_ranges: Vec<GuestRange> = dropped.iter().map(ranges).collect();
+        self.watch_refaults(DeviceKind::Vsock, &dropped_ranges, dropped_bytes, now);
         if dropped_bytes > 0 && live {
             for (index, reported) in &dropped {
                 if let (Isolation::Claimed, Phase::Active(active)) = (reported.isolation, &mut self.phase)
@@ -310,6 +320,18 @@ impl Session {
                 self.send(Message::Refaults { dropped_bytes, returned_bytes });
             }
         }
+    }
+
+    /// What was looked at stands for all that was dropped with it.
+    fn looked_back(&mut self, dropped_bytes: u64, looked_bytes: u64, backed_bytes: u64) {
+        if looked_bytes == 0 {
+            return;
+        }
+        let share = u128::from(dropped_bytes) * u128::from(backed_bytes.min(looked_bytes)) / u128::from(looked_bytes);
+        let returned_bytes = u64::try_from(share).unwrap_or(dropped_bytes);
+        let add = |sum: &mut u64, bytes: u64| *sum = sum.saturating_add(bytes);
+        add(&mut self.counters.refault_minute_watched_bytes, dropped_bytes);
+        add(&mut self.counters.refault_minute_returned_bytes, returned_bytes);
     }
 
     /// Counts and sends the `Ack`.

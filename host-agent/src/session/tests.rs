@@ -10,6 +10,7 @@ use fpr_protocol::{Isolation, PassEnd, ReportedRange, Version, VersionRange};
 
 mod kernel;
 mod random;
+mod refault;
 
 const MIB2: u64 = 2 << 20;
 const C1: ConnectionId = ConnectionId(1);

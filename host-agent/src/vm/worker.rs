@@ -7,6 +7,7 @@ use super::boot_now;
 use super::drop::{discard, drop_items, has_cookie};
 use crate::backing::{GuestBacking, Span};
 use crate::process::{Finding, check_holdings};
+use crate::reporting::GuestRange;
 use crate::session::effect::Content;
 use crate::session::job::{Job, JobId, JobOutput};
 use fpr_protocol::{BackedRange, Gate, GuestAddress, HugePageRange, HugePageSize, MAX_SURVEY_RANGES};
@@ -115,6 +116,7 @@ fn do_job(job: &Job, target: &Target, cancelled: &dyn Fn() -> bool) -> JobOutput
             (0..).zip(pages).map(|(index, page)| has_cookie(&target.backing, *key, index, *page)).collect(),
         ),
         Job::Survey { ranges, size } => survey(ranges, *size, target, cancelled),
+        Job::LookBack { pieces, .. } => look_back(pieces, target, cancelled),
         Job::Look { ranges, size } => look(ranges, *size, target, cancelled),
     }
 }
@@ -181,6 +183,24 @@ fn look(ranges: &[HugePageRange], size: HugePageSize, target: &Target, cancelled
     let mut keep_going = || if cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
     let backed = spans.iter().filter_map(|span| target.backing.backed(span, size, &mut keep_going).ok());
     JobOutput::Look(backed.flatten().map(|range| range.backed_bytes).sum(), content)
+}
+
+fn look_back(pieces: &[GuestRange], target: &Target, cancelled: &dyn Fn() -> bool) -> JobOutput {
+    if !target.backing.sees_holes() {
+        return JobOutput::Failed("this backing does not show its holes".to_owned());
+    }
+    let (mut looked_bytes, mut backed_bytes) = (0, 0);
+    // A piece that overlaps an earlier one is not looked at twice.
+    for span in target.backing.map().locate_kernel_report(pieces).into_iter().flatten().flatten() {
+        if cancelled() {
+            return JobOutput::Failed("cancelled".to_owned());
+        }
+        if let Ok(backed) = target.backing.whole_pages_backed(&span) {
+            looked_bytes += span.extent.end - span.extent.start;
+            backed_bytes += backed;
+        }
+    }
+    JobOutput::LookedBack { looked_bytes, backed_bytes }
 }
 
 /// Samples taken of one range: enough to meet what a workload wrote, few enough to cost nothing.

@@ -111,6 +111,7 @@ proptest! {
                         }),
                         Job::Prove { pages, .. } => JobOutput::Prove(vec![true; pages.len()]),
                         Job::Survey { .. } => JobOutput::Survey(vec![]),
+                        Job::LookBack { .. } => JobOutput::LookedBack { looked_bytes: 1, backed_bytes: 1 },
                         Job::Look { .. } => JobOutput::Look(0, effect::Content::Zeros),
                     };
                     Event::JobFinished(id, output)
