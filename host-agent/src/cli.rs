@@ -1,5 +1,6 @@
 //! The command line, as the program parses it and as man pages and completions are generated from it.
 
+use crate::accounting::Method;
 use crate::config::{DEFAULT_CONTROL, DEFAULT_PATH, Flags};
 use crate::control::MAX_DRAIN_WAIT;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -62,6 +63,8 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Read what VMs cost the host, in each way there is, with error bound and price
+    Memory(MemoryArgs),
     /// Drop nothing of a VM until `resume`
     Inhibit {
         /// Name of the VM
@@ -92,6 +95,29 @@ pub enum Command {
         #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
         control: PathBuf,
     },
+}
+
+/// What `memory` takes.
+#[derive(Debug, Args)]
+pub struct MemoryArgs {
+    /// Name of the VM; all of the daemon's VMs if neither it nor --pid nor --cgroup is given
+    #[arg(conflicts_with_all = ["pid", "cgroup"])]
+    pub vm: Option<String>,
+    /// A VMM's process, whether the daemon knows it or not
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: Option<i32>,
+    /// A VM's memory cgroup, instead of the one its process is in: path below the hierarchy's root, or its directory
+    #[arg(long, value_name = "PATH")]
+    pub cgroup: Option<PathBuf>,
+    /// Read in this way only; may be repeated
+    #[arg(long = "method", value_name = "METHOD", value_enum)]
+    pub methods: Vec<Method>,
+    /// The daemon's control socket
+    #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+    pub control: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// What `serve` and `validate` take.

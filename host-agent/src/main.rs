@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 failed or `doctor` says `no` to something, 2 wrong usage, 69 the daemon is not reachable, 71
 //! the operating system refused, 77 no permission, 78 wrong configuration (sysexits.h).
 
+mod command;
 mod render;
 
 use anyhow::Context;
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let done: anyhow::Result<()> = match cli.command {
         Command::Doctor { pid, control, json } => return examine(pid, &control, json),
+        Command::Memory(arguments) => return command::memory::run(&arguments),
         Command::Serve { flags, log_format, log_level } => {
             start_log(log_format, &log_level)?;
             let config = Config::load(&Flags::from(flags))?;

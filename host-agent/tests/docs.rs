@@ -104,6 +104,21 @@ fn every_counter_is_documented() {
 }
 
 #[test]
+fn every_accounting_method_reason_and_field_is_documented() {
+    use fpr_host_agent::accounting::{AbsentReason, KsmStat, Method};
+    assert_documented("docs/accounting.md", Method::ALL.iter().map(|method| method.word()));
+    let reasons = AbsentReason::ALL.iter().map(|reason| serde_json::to_value(reason).unwrap());
+    assert_documented("docs/accounting.md", reasons.map(|reason| reason.as_str().unwrap().to_owned()));
+    let ksm = KsmStat { merging_bytes: 0, zero_bytes: 0, profit_bytes: None };
+    let ksm = serde_json::to_value(ksm).unwrap();
+    assert_documented("docs/accounting.md", ksm.as_object().unwrap().keys());
+    let text = read("docs/accounting.md");
+    for flag in flags(&help(&["memory"])).iter().filter(|flag| **flag != "--help") {
+        assert!(text.contains(flag), "docs/accounting.md does not document {flag}");
+    }
+}
+
+#[test]
 fn the_shipped_configuration_is_valid() {
     let config = Config::load(&Flags { config: Some(workspace("pkg/etc/host.toml")), ..Flags::default() }).unwrap();
     assert_eq!(config.vms.iter().map(|vm| vm.name.as_str()).collect::<Vec<_>>(), ["web1"]);

@@ -38,3 +38,26 @@ impl Absent {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_names_the_remedy() {
+        let missing = (AbsentReason::NotSupported, "use a newer kernel");
+        for (errno, reason, words) in [
+            (libc::ESRCH, AbsentReason::NoProcess, "exited"),
+            (libc::ENOENT, AbsentReason::NotSupported, "newer kernel"),
+            (libc::ENODEV, AbsentReason::NotSupported, "newer kernel"),
+            (libc::EACCES, AbsentReason::NotPermitted, "CAP_SYS_PTRACE"),
+            (libc::EPERM, AbsentReason::NotPermitted, "CAP_SYS_PTRACE"),
+            (libc::EIO, AbsentReason::Failed, "/proc/1/statm"),
+        ] {
+            let error = io::Error::from_raw_os_error(errno);
+            let absent = Absent::unreadable(Path::new("/proc/1/statm"), &error, missing);
+            assert_eq!(absent.reason, reason);
+            assert!(absent.detail.contains(words), "{absent}");
+        }
+    }
+}

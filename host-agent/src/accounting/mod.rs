@@ -14,9 +14,11 @@ mod parse;
 mod percpu;
 mod process;
 mod reader;
+mod report;
 
 pub use ksm::KsmStat;
 pub use reader::Reader;
+pub use report::{VmReport, text};
 
 use serde::Serialize;
 use std::fs::File;
@@ -25,7 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// A way to read what a VM costs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// Resident set of the VMM's process (`status`, `statm`). Blind to sharing and to KSM.
@@ -123,6 +125,19 @@ pub enum AbsentReason {
     Malformed,
     /// Reading failed otherwise.
     Failed,
+}
+
+impl AbsentReason {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::NoProcess,
+        Self::NoCgroup,
+        Self::NotShared,
+        Self::NotSupported,
+        Self::NotPermitted,
+        Self::Malformed,
+        Self::Failed,
+    ];
 }
 
 /// A figure, or why there is none.

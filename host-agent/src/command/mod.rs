@@ -1,0 +1,3 @@
+//! Subcommands with logic of their own.
+
+pub(crate) mod memory;
