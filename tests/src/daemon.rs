@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -17,14 +16,14 @@ use crate::process::{self, OwnedChild, run};
 use crate::{artifacts, poll, sys};
 
 /// The daemon has nothing to load; this is for a busy machine.
-const START_DEADLINE: Duration = Duration::from_secs(20);
+const START_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A running `fpr-host-agent serve`. It is killed when dropped and when the thread that started it ends.
 #[derive(Debug)]
 pub struct HostAgent {
     child: OwnedChild,
     binary: PathBuf,
-    sockets: Vec<PathBuf>,
+    vms: Vec<String>,
     arguments: Vec<String>,
     dir: TempDir,
 }
@@ -72,11 +71,9 @@ impl HostAgent {
         let dir = tempfile::Builder::new().prefix("fpr-host-").tempdir()?;
         let mut words =
             vec!["serve".to_owned(), "--control".to_owned(), dir.path().join("control").display().to_string()];
-        let mut sockets = Vec::new();
         for name in vms {
             let mut offer = |option: &str, socket: PathBuf| {
                 words.extend([option.to_owned(), format!("{name}={}", socket.display())]);
-                sockets.push(socket);
             };
             if devices.vsock() {
                 offer("--vm", socket(dir.path(), name));
@@ -87,7 +84,8 @@ impl HostAgent {
         }
         words.extend(arguments.iter().map(|&word| word.to_owned()));
         let child = spawn(&binary, &words, dir.path())?;
-        let mut agent = Self { child, binary, sockets, arguments: words, dir };
+        let vms = vms.iter().map(|&name| name.to_owned()).collect();
+        let mut agent = Self { child, binary, vms, arguments: words, dir };
         agent.wait_until_it_serves()?;
         Ok(agent)
     }
@@ -105,14 +103,15 @@ impl HostAgent {
 
     fn wait_until_it_serves(&mut self) -> Result<()> {
         poll::until(
-            "the host agent's sockets",
+            "the host agent to serve its VMs",
             START_DEADLINE,
             || {
                 if let Some(status) = self.child.0.try_wait()? {
                     bail!("fpr-host-agent ended ({status}): {}", self.log().trim());
                 }
-                // A connection to a VM's socket would count as its front end, so those are only looked for.
-                Ok(UnixStream::connect(self.control()).is_ok() && self.sockets.iter().all(|socket| socket.exists()))
+                // Sockets say nothing: those of a daemon that was killed are still there. An answer that names the VMs comes from one
+                // whose devices listen.
+                Ok(self.vms.iter().all(|vm| self.vm_status(vm).is_ok()))
             },
             |serves| *serves,
         )

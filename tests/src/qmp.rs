@@ -10,7 +10,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
 /// QEMU answers at once unless it hangs.
-const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
+const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A connection to one QEMU.
 #[derive(Debug)]

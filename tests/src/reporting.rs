@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -16,7 +16,9 @@ pub const VM_NAME: &str = "guest";
 /// In the guest.
 const GUEST_LOG: &str = "/run/fpr-guest-agent.log";
 /// From the start of the guest agent to its session: address check included, on a busy machine.
-const SESSION_DEADLINE: Duration = Duration::from_secs(60);
+const SESSION_DEADLINE: Duration = Duration::from_secs(120);
+/// An answer to the guest takes milliseconds.
+const SETTLED: Duration = Duration::from_secs(2);
 
 /// Who reports free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -183,6 +185,24 @@ impl ReportingVm {
             .pointer(&format!("/counters/{name}"))
             .and_then(Value::as_u64)
             .with_context(|| format!("no counter {name} in {status}"))
+    }
+
+    /// A counter once what was under way is counted, too: it has stood still for as long as an answer takes. What a closed gate
+    /// interrupts is counted a moment after the gate can be seen.
+    ///
+    /// # Errors
+    /// As [`ReportingVm::counter`], or it does not stand still within `deadline`.
+    pub fn settled_counter(&self, name: &str, deadline: Duration) -> Result<u64> {
+        let (mut last, mut since) = (self.counter(name)?, Instant::now());
+        let look = || {
+            let now = self.counter(name)?;
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            Ok((since.elapsed(), now))
+        };
+        poll::until(&format!("{name} to stand still"), deadline, look, |(quiet, _)| *quiet >= SETTLED)
+            .map(|(_, value)| value)
     }
 
     /// Bytes by a source of memory (`agent-offlined`, `agent-claimed`, `kernel-reported`, `kernel-inflated`): `field` is `reported_bytes`,

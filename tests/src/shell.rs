@@ -226,10 +226,27 @@ impl Job<'_> {
     /// # Errors
     /// It ended without, or `deadline` passed; the message holds the output so far.
     pub fn wait_for_output(&self, text: &str, deadline: Duration) -> Result<()> {
+        self.wait_for_output_after(0, text, deadline)
+    }
+
+    /// Writes a line to the command's standard input and waits for `text` in what it prints from then on: what it has printed before is no
+    /// answer.
+    ///
+    /// # Errors
+    /// The guest is gone, or as [`Job::wait_for_output`].
+    pub fn ask(&self, line: &str, text: &str, deadline: Duration) -> Result<()> {
+        let before = self.output().len();
+        self.input(line)?;
+        self.wait_for_output_after(before, text, deadline)
+    }
+
+    /// `text` begins after so many bytes of output.
+    fn wait_for_output_after(&self, before: usize, text: &str, deadline: Duration) -> Result<()> {
         let what = format!("{text:?} from `{}`", self.command);
         let ended = self.shell.shared.wait(&what, deadline, |state| {
             let command = state.commands.get(&self.id)?;
-            if command.output.contains(text) { Some(false) } else { command.closed.then_some(true) }
+            let printed = command.output.get(before..).is_some_and(|output| output.contains(text));
+            if printed { Some(false) } else { command.closed.then_some(true) }
         });
         if ended.with_context(|| format!("its output so far: {:?}", self.output()))? {
             bail!("`{}` ended without printing {text:?}; it printed {:?}", self.command, self.output());
@@ -276,9 +293,21 @@ mod tests {
         let job = shell.spawn("echo hi\nexit 3").unwrap();
         assert_eq!(line(&mut guest), "run 1 echo hi\\nexit 3\n");
         guest.get_mut().write_all(b"started 1 77\nexited 1 3\noutput 1 hi\\n\nclosed 1\n").unwrap();
-        let output = job.wait(Duration::from_secs(5)).unwrap();
+        let output = job.wait(Duration::from_secs(60)).unwrap();
         assert_eq!((output.status, output.stdout.as_str()), (3, "hi\n"));
-        assert_eq!(job.pid(Duration::from_secs(5)).unwrap(), 77);
+        assert_eq!(job.pid(Duration::from_secs(60)).unwrap(), 77);
+    }
+
+    #[test]
+    fn an_earlier_answer_is_no_answer() {
+        let (shell, mut guest) = pair();
+        let job = shell.spawn("cat").unwrap();
+        guest.get_mut().write_all(b"started 1 77\noutput 1 same\\n\n").unwrap();
+        job.wait_for_output("same", Duration::from_secs(60)).unwrap();
+        let unanswered = format!("{:#}", job.ask("again", "same", Duration::from_millis(50)).unwrap_err());
+        assert!(unanswered.contains("waited"), "{unanswered}");
+        guest.get_mut().write_all(b"output 1 same\\n\n").unwrap();
+        job.wait_for_output_after("same\n".len(), "same", Duration::from_secs(60)).unwrap();
     }
 
     #[test]
@@ -295,6 +324,6 @@ mod tests {
         let (shell, mut guest) = pair();
         let job = shell.spawn("true").unwrap();
         guest.get_mut().write_all(b"exited\nexited 99 0\nexited x 0\n\xff\xff\n\nexited 1 0\nclosed 1\n").unwrap();
-        assert_eq!(job.wait(Duration::from_secs(5)).unwrap().status, 0);
+        assert_eq!(job.wait(Duration::from_secs(60)).unwrap().status, 0);
     }
 }

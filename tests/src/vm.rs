@@ -27,7 +27,7 @@ use crate::units::{GIB, MIB};
 use crate::{poll, sys};
 
 /// A TCG guest boots in about 4 s on an idle machine; this is for a busy one.
-const BOOT_DEADLINE: Duration = Duration::from_secs(90);
+const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 /// For commands in the guest that say nothing else.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(120);
 
@@ -60,7 +60,7 @@ const BALLOON_PORT: &str = "balloon-port";
 /// `struct virtio_balloon_config` (virtio 1.2, 5.5).
 const BALLOON_PROPERTIES: [(&str, u32); 3] = [("virtio-id", 5), ("num_vqs", 4), ("config_size", 16)];
 /// A guest takes 5 s to let go of a device (the blinking attention button of PCI Express).
-const UNPLUG_DEADLINE: Duration = Duration::from_secs(60);
+const UNPLUG_DEADLINE: Duration = Duration::from_secs(120);
 
 /// How often a boot that died of a [`TranslationRace`] is tried again.
 const TRANSLATION_RACES: u32 = 2;

@@ -9,6 +9,8 @@ use fpr_tests::poll;
 use fpr_tests::units::MIB;
 use fpr_tests::vm::{Device, Vm};
 
+/// For a command in the guest, on a busy machine.
+const COMMAND: Duration = Duration::from_secs(120);
 /// What memhog takes in these tests.
 const HOGGED: u64 = 200 * MIB;
 /// What the guest's own bookkeeping may blur of it.
@@ -36,7 +38,7 @@ fn stock_reporting_returns_what_memhog_had() -> Result<()> {
     let before = vm.host_memory()?.allocated_bytes()?;
     vm.run("memhog 200m")?;
     let look = || vm.host_memory()?.allocated_bytes();
-    poll::until("memhog's memory to come back", Duration::from_secs(60), look, |bytes| *bytes < before + BLUR)?;
+    poll::until("memhog's memory to come back", COMMAND, look, |bytes| *bytes < before + BLUR)?;
     Ok(())
 }
 
@@ -49,10 +51,9 @@ fn commands_report_status_output_and_signals() -> Result<()> {
     assert!(failure.contains("status 3") && failure.contains("why"), "{failure}");
 
     let cat = vm.spawn("cat")?;
-    cat.input("to the command")?;
-    cat.wait_for_output("to the command", Duration::from_secs(10))?;
+    cat.ask("to the command", "to the command", COMMAND)?;
     cat.signal(nix::sys::signal::Signal::SIGTERM)?;
-    assert_eq!(cat.wait(Duration::from_secs(10))?.status, 128 + 15);
+    assert_eq!(cat.wait(COMMAND)?.status, 128 + 15);
 
     assert!(vm.read("/proc/version")?.starts_with("Linux version"));
     assert!(vm.read("/proc/no-such-file").is_err());
@@ -95,18 +96,16 @@ fn held_memory_is_verified_while_other_memory_churns() -> Result<()> {
     disk.as_file().set_len(16 * MIB)?;
     let vm = Vm::builder().memory(512 * MIB).device(Device::Disk(disk.path().to_owned())).boot()?;
     let hold = vm.spawn("exec fpr-hold --mib 64 --for 600 --disk /dev/vda")?;
-    hold.wait_for_output("holding", Duration::from_secs(60))?;
+    hold.wait_for_output("holding", COMMAND)?;
     let churn = vm.run("fpr-hold --churn --mib 128 --for 3 --seed 7")?.stdout;
     assert!(churn.contains("mismatches 0 words "), "{churn}");
 
-    hold.input("verify")?;
     let words = (64 + 16) * MIB / 8;
-    hold.wait_for_output(&format!("mismatches 0 words {words}\n"), Duration::from_secs(60))?;
+    hold.ask("verify", &format!("mismatches 0 words {words}\n"), COMMAND)?;
     // It would notice: a page of the tmpfs file is overwritten behind its back.
     vm.run("dd if=/dev/zero of=/dev/shm/fpr-hold bs=4096 seek=100 count=1 conv=notrunc")?;
-    hold.input("verify")?;
-    hold.wait_for_output(&format!("mismatches 512 words {words}\n"), Duration::from_secs(60))?;
+    hold.ask("verify", &format!("mismatches 512 words {words}\n"), COMMAND)?;
     hold.signal(nix::sys::signal::Signal::SIGKILL)?;
-    assert_eq!(hold.wait(Duration::from_secs(10))?.status, 128 + 9);
+    assert_eq!(hold.wait(COMMAND)?.status, 128 + 9);
     Ok(())
 }

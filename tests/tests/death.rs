@@ -9,13 +9,17 @@ use fpr_tests::units::GIB;
 use fpr_tests::vm::Vm;
 use nix::sys::signal::Signal;
 
-/// Service resumes within this time of both sides being up.
-const RESUMED: Duration = Duration::from_secs(5);
+/// Service resumes within 5 s of both sides being up; the rest is for a busy machine.
+const RESUMED: Duration = Duration::from_secs(20);
+/// For a command in the guest, on a busy machine.
+const COMMAND: Duration = Duration::from_secs(120);
 /// A kill may come a moment after the block is back; then it is tried again.
 const ATTEMPTS: u32 = 8;
 
 const OFFLINE: &str = "grep -l offline /sys/devices/system/memory/memory*/state | wc -l";
 const CLAIMS: &str = "ls /run/fpr-guest/hugepages 2>/dev/null | wc -l";
+/// Huge pages in them: a file is there before its first page is.
+const CLAIMED: &str = "grep HugePages_Surp /proc/meminfo | tr -dc 0-9";
 
 fn count(guest: &ReportingVm, command: &str) -> Result<u64> {
     let output = guest.vm.run(command)?.stdout;
@@ -32,7 +36,7 @@ fn kill_while_holding(guest: &mut ReportingVm, held: &str, arguments: &str) -> R
         let watcher = format!("until [ $({held}) -gt 0 ]; do :; done; kill -9 {pid}; {gone}; echo killed");
         let watcher = guest.vm.spawn(&watcher)?;
         guest.vm.run("memhog 700m")?;
-        watcher.wait(Duration::from_secs(60))?;
+        watcher.wait(COMMAND)?;
         let left = count(guest, held)?;
         if left > 0 {
             return Ok(left);
@@ -52,7 +56,7 @@ fn blocks_of_a_killed_agent_come_back_at_the_next_start() -> Result<()> {
     poll::until("all blocks online again", RESUMED, || count(&guest, OFFLINE), |left| *left == 0)?;
     let dropped = guest.counter("huge_pages_dropped")?;
     guest.vm.run("memhog 500m")?;
-    poll::until("reports to go on", 6 * RESUMED, || guest.counter("huge_pages_dropped"), |now| *now > dropped + 100)?;
+    poll::until("reports to go on", COMMAND, || guest.counter("huge_pages_dropped"), |now| *now > dropped + 100)?;
     println!("blocks online again within {:?} of the start", started.elapsed());
     assert_eq!(guest.vm.trouble(), Vec::<String>::new());
     Ok(())
@@ -62,12 +66,12 @@ fn blocks_of_a_killed_agent_come_back_at_the_next_start() -> Result<()> {
 #[ignore = "boots a VM"]
 fn claims_of_a_killed_agent_come_back_by_recover() -> Result<()> {
     let mut guest = Reporting::AgentClaims.boot(Vm::builder().memory(GIB))?;
-    kill_while_holding(&mut guest, CLAIMS, "--no-offline")?;
-    assert!(count(&guest, "grep HugePages_Surp /proc/meminfo | tr -dc 0-9")? > 0, "claims outlive the agent");
-    let recover = guest.vm.run_within("fpr-guest-agent recover", Duration::from_secs(60))?;
+    kill_while_holding(&mut guest, CLAIMED, "--no-offline")?;
+    assert!(count(&guest, CLAIMS)? > 0, "claims outlive the agent");
+    let recover = guest.vm.run_within("fpr-guest-agent recover", COMMAND)?;
     ensure!(recover.status == 0, "recover: {recover:?}");
     assert_eq!(count(&guest, CLAIMS)?, 0);
-    assert_eq!(count(&guest, "grep HugePages_Surp /proc/meminfo | tr -dc 0-9")?, 0);
+    assert_eq!(count(&guest, CLAIMED)?, 0);
     assert_eq!(count(&guest, "cat /proc/sys/vm/nr_overcommit_hugepages")?, 0);
     Ok(())
 }
@@ -79,16 +83,19 @@ fn a_killed_host_agent_leaves_no_block_offline() -> Result<()> {
     let host = guest.host_agent().context("no host agent")?;
     let watcher = guest.vm.spawn(&format!("until [ $({OFFLINE}) -gt 0 ]; do :; done; echo held"))?;
     let memhog = guest.vm.spawn("memhog 700m")?;
-    watcher.wait_for_output("held", Duration::from_secs(60))?;
+    watcher.wait_for_output("held", COMMAND)?;
     host.signal(Signal::SIGKILL)?;
+    // Between two blocks of a pass none may be offline for a moment, so all must stay online.
+    let mut since = Instant::now();
+    let all_online_for = || {
+        if count(&guest, OFFLINE)? > 0 {
+            since = Instant::now();
+        }
+        Ok(since.elapsed())
+    };
     // Lease, grace and margin are 10 s; the rest is for a busy machine.
-    poll::until(
-        "unanswered blocks to come back",
-        Duration::from_secs(30),
-        || count(&guest, OFFLINE),
-        |left| *left == 0,
-    )?;
-    memhog.wait(Duration::from_secs(60))?;
+    poll::until("unanswered blocks to come back", COMMAND, all_online_for, |quiet| *quiet >= Duration::from_secs(3))?;
+    memhog.wait(COMMAND)?;
     guest.vm.read(&format!("/proc/{}/stat", guest.guest_pid()?)).context("the guest agent must go on")?;
     assert_eq!(guest.vm.trouble(), Vec::<String>::new());
     Ok(())
@@ -106,14 +113,14 @@ fn a_guest_that_writes_to_freed_pages_is_found_by_measurement() -> Result<()> {
     let found = loop {
         guest.vm.run("memhog 600m")?;
         rounds += 1;
-        match gates(Duration::from_secs(10)) {
+        match gates(Duration::from_secs(20)) {
             Ok(found) => break found,
             Err(error) if rounds == 5 => return Err(error),
             Err(_) => {}
         }
     };
     assert!(found.values().any(|detail| detail.contains("backed again at once")), "{found:?}");
-    let dropped = guest.counter("huge_pages_dropped")?;
+    let dropped = guest.settled_counter("huge_pages_dropped", COMMAND)?;
     println!("gate closed after {dropped} huge pages in {rounds} rounds");
     guest.vm.run("memhog 600m")?;
     std::thread::sleep(Duration::from_secs(5));
