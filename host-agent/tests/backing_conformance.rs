@@ -8,6 +8,7 @@
 use fpr_host_agent::backing::{Backing, DropOutcome, GuestBacking, MemoryMap, PrivateMemory, Region, choose};
 use fpr_protocol::{BackedRange, GuestAddress, HugePageRange, HugePageSize};
 use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::{self, File};
 use std::io::Write;
@@ -304,18 +305,24 @@ fn transparent_huge_pages_conform() {
     file_conformance(file);
 }
 
-/// Huge pages in the pool for the duration of a test.
+/// Huge pages in the pool for the duration of a test, and the pool for nobody else who tests on this machine.
 struct HugePages {
     before: String,
+    _turn: Flock<File>,
 }
 
 impl HugePages {
     const COUNT: &str = "/proc/sys/vm/nr_hugepages";
 
+    /// Locked in the directory for temporary files by every test that changes the pool.
+    const LOCK: &str = "fpr-test-huge-page-pool.lock";
+
     fn reserve(count: u64) -> Result<Self, String> {
+        let lock = File::create(std::env::temp_dir().join(Self::LOCK)).map_err(|error| error.to_string())?;
+        let turn = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno.to_string())?;
         let before = fs::read_to_string(Self::COUNT).map_err(|error| format!("{}: {error}", Self::COUNT))?;
         let had: u64 = before.trim().parse().map_err(|error| format!("{before:?}: {error}"))?;
-        let pages = Self { before };
+        let pages = Self { before, _turn: turn };
         let wanted = had + count;
         fs::write(Self::COUNT, wanted.to_string()).map_err(|error| format!("{}: {error}", Self::COUNT))?;
         let got = fs::read_to_string(Self::COUNT).unwrap_or_default();

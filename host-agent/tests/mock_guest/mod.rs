@@ -50,7 +50,8 @@ pub const RST: u16 = 3;
 pub const RW: u16 = 5;
 pub const CREDIT_UPDATE: u16 = 6;
 
-pub const WAIT: Duration = Duration::from_secs(10);
+/// For what takes milliseconds, on a busy machine.
+pub const WAIT: Duration = Duration::from_secs(60);
 
 /// A packet as the driver sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -250,13 +250,15 @@ fn reconnects_leak_nothing_alone() {
             before = (count("task"), count("fd"));
         }
     }
-    let deadline = Instant::now() + Duration::from_secs(5);
+    // A thread that is ending is counted for a moment, at either count.
+    let grown = |after: (usize, usize)| after.0 > before.0 || after.1 > before.1;
+    let deadline = Instant::now() + mock_guest::WAIT;
     let mut after = (count("task"), count("fd"));
-    while after != before && Instant::now() < deadline {
+    while grown(after) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
         after = (count("task"), count("fd"));
     }
-    assert_eq!(after, before, "(threads, descriptors) after 100 reconnects");
+    assert!(!grown(after), "(threads, descriptors) {before:?}, after 100 reconnects {after:?}");
     owner.shutdown();
     assert!(!socket.exists());
 }
