@@ -14,7 +14,15 @@ const RESUMED: Duration = Duration::from_secs(20);
 /// For a command in the guest, on a busy machine.
 const COMMAND: Duration = Duration::from_secs(120);
 /// A kill may come a moment after the block is back; then it is tried again.
-const ATTEMPTS: u32 = 8;
+const ATTEMPTS: u32 = 16;
+
+/// Waits until a memory block is offline. Built-in commands of the shell only: the block is back within milliseconds, and a process takes
+/// longer to start.
+const UNTIL_OFFLINE: &str = r#"set -- /sys/devices/system/memory/memory*/state
+until for block; do read -r state < $block; [ "$state" = offline ] && break; done; [ "$state" = offline ]; do :; done"#;
+/// Waits until a huge page is claimed.
+const UNTIL_CLAIMED: &str = r#"pages=/sys/kernel/mm/hugepages/hugepages-2048kB/surplus_hugepages
+until read -r count < $pages; [ "$count" -gt 0 ]; do :; done"#;
 
 const OFFLINE: &str = "grep -l offline /sys/devices/system/memory/memory*/state | wc -l";
 const CLAIMS: &str = "ls /run/fpr-guest/hugepages 2>/dev/null | wc -l";
@@ -26,14 +34,14 @@ fn count(guest: &ReportingVm, command: &str) -> Result<u64> {
     output.trim().parse().with_context(|| format!("`{command}` printed {output:?}"))
 }
 
-/// Kills the guest agent with SIGKILL at a moment when `held` is true in the guest, and returns how many pieces of
-/// memory it left.
-fn kill_while_holding(guest: &mut ReportingVm, held: &str, arguments: &str) -> Result<u64> {
+/// Kills the guest agent with SIGKILL right after `until_held` has ended in the guest, and returns how many pieces of memory it left, as
+/// `held` counts them.
+fn kill_while_holding(guest: &mut ReportingVm, until_held: &str, held: &str, arguments: &str) -> Result<u64> {
     for _ in 0..ATTEMPTS {
         let pid = guest.guest_pid()?;
         // One that is killed while it takes a block offline lives on, and holds its lock, until the kernel is done with that.
         let gone = format!("while [ -e /proc/{pid} ]; do sleep 0.02; done");
-        let watcher = format!("until [ $({held}) -gt 0 ]; do :; done; kill -9 {pid}; {gone}; echo killed");
+        let watcher = format!("{until_held}\nkill -9 {pid}; {gone}; echo killed");
         let watcher = guest.vm.spawn(&watcher)?;
         guest.vm.run("memhog 700m")?;
         watcher.wait(COMMAND)?;
@@ -50,7 +58,7 @@ fn kill_while_holding(guest: &mut ReportingVm, held: &str, arguments: &str) -> R
 #[ignore = "boots a VM"]
 fn blocks_of_a_killed_agent_come_back_at_the_next_start() -> Result<()> {
     let mut guest = Reporting::Agent.boot(Vm::builder().memory(GIB))?;
-    kill_while_holding(&mut guest, OFFLINE, "")?;
+    kill_while_holding(&mut guest, UNTIL_OFFLINE, OFFLINE, "")?;
     guest.start_guest_agent("")?;
     let started = Instant::now();
     poll::until("all blocks online again", RESUMED, || count(&guest, OFFLINE), |left| *left == 0)?;
@@ -66,7 +74,7 @@ fn blocks_of_a_killed_agent_come_back_at_the_next_start() -> Result<()> {
 #[ignore = "boots a VM"]
 fn claims_of_a_killed_agent_come_back_by_recover() -> Result<()> {
     let mut guest = Reporting::AgentClaims.boot(Vm::builder().memory(GIB))?;
-    kill_while_holding(&mut guest, CLAIMED, "--no-offline")?;
+    kill_while_holding(&mut guest, UNTIL_CLAIMED, CLAIMED, "--no-offline")?;
     assert!(count(&guest, CLAIMS)? > 0, "claims outlive the agent");
     let recover = guest.vm.run_within("fpr-guest-agent recover", COMMAND)?;
     ensure!(recover.status == 0, "recover: {recover:?}");
@@ -81,7 +89,7 @@ fn claims_of_a_killed_agent_come_back_by_recover() -> Result<()> {
 fn a_killed_host_agent_leaves_no_block_offline() -> Result<()> {
     let guest = Reporting::Agent.boot(Vm::builder().memory(GIB))?;
     let host = guest.host_agent().context("no host agent")?;
-    let watcher = guest.vm.spawn(&format!("until [ $({OFFLINE}) -gt 0 ]; do :; done; echo held"))?;
+    let watcher = guest.vm.spawn(&format!("{UNTIL_OFFLINE}\necho held"))?;
     let memhog = guest.vm.spawn("memhog 700m")?;
     watcher.wait_for_output("held", COMMAND)?;
     host.signal(Signal::SIGKILL)?;
