@@ -1,4 +1,5 @@
-//! The binaries under test, built as they are shipped: the host agent as a release build, what runs in the guest as small static binaries.
+//! The binaries under test, built as they are shipped: all of them static, what runs in the guest made small.
+//! `cargo xtask dist` packages the same files.
 //!
 //! `FPR_TEST_HOST_AGENT` and `FPR_TEST_GUEST_AGENT` name prebuilt ones instead.
 
@@ -10,19 +11,15 @@ use serde_json::Value;
 
 use crate::process;
 
-/// The guest binaries' target. Naming it keeps the static flags away from build scripts and from the host's own builds.
-const GUEST_TARGET: &str = "x86_64-unknown-linux-gnu";
+/// Naming the target keeps the static flags away from build scripts and from the machine's own builds.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The host agent.
 ///
 /// # Errors
 /// It does not build, or the override names no file.
 pub fn host_agent() -> Result<PathBuf> {
-    prebuilt("FPR_TEST_HOST_AGENT").unwrap_or_else(|| {
-        let mut cargo = cargo();
-        cargo.args(["--release", "--package", "fpr-host-agent", "--bin", "fpr-host-agent"]);
-        executable(cargo, "fpr-host-agent")
-    })
+    prebuilt("FPR_TEST_HOST_AGENT").unwrap_or_else(|| static_binary("release", "fpr-host-agent", "fpr-host-agent"))
 }
 
 /// The guest agent.
@@ -30,7 +27,7 @@ pub fn host_agent() -> Result<PathBuf> {
 /// # Errors
 /// It does not build, or the override names no file.
 pub fn guest_agent() -> Result<PathBuf> {
-    prebuilt("FPR_TEST_GUEST_AGENT").unwrap_or_else(|| static_binary("fpr-guest-agent", "fpr-guest-agent"))
+    prebuilt("FPR_TEST_GUEST_AGENT").unwrap_or_else(|| static_binary("guest", "fpr-guest-agent", "fpr-guest-agent"))
 }
 
 /// The command server of the test guest and the workloads that verify memory.
@@ -38,7 +35,10 @@ pub fn guest_agent() -> Result<PathBuf> {
 /// # Errors
 /// They do not build.
 pub fn guest_binaries() -> Result<Vec<(&'static str, PathBuf)>> {
-    ["fpr-guest-shell", "fpr-hold"].into_iter().map(|name| Ok((name, static_binary("fpr-tests", name)?))).collect()
+    ["fpr-guest-shell", "fpr-hold"]
+        .into_iter()
+        .map(|name| Ok((name, static_binary("guest", "fpr-tests", name)?)))
+        .collect()
 }
 
 fn prebuilt(variable: &str) -> Option<Result<PathBuf>> {
@@ -46,9 +46,9 @@ fn prebuilt(variable: &str) -> Option<Result<PathBuf>> {
     Some(if path.is_file() { Ok(path) } else { Err(anyhow::anyhow!("{variable}={}: no such file", path.display())) })
 }
 
-fn static_binary(package: &str, binary: &str) -> Result<PathBuf> {
+fn static_binary(profile: &str, package: &str, binary: &str) -> Result<PathBuf> {
     let mut cargo = cargo();
-    cargo.args(["--profile", "guest", "--target", GUEST_TARGET, "--package", package, "--bin", binary]);
+    cargo.args(["--profile", profile, "--target", TARGET, "--package", package, "--bin", binary]);
     if package == "fpr-tests" {
         cargo.arg("--no-default-features");
     }

@@ -1,9 +1,10 @@
-//! The project's own commands: `cargo xtask demo`, `test`, `bench`, `man`.
+//! The project's own commands: `cargo xtask demo`, `test`, `bench`, `man`, `dist`.
 //!
 //! Run by people and by `.ci/run`. They do their own set-up: what is missing is built, fetched or, as root, installed.
 
 mod bench;
 mod demo;
+mod dist;
 mod man;
 mod progress;
 mod source_date;
@@ -40,6 +41,12 @@ enum Command {
     /// Measures and writes the result as JSON.
     #[command(subcommand)]
     Bench(Bench),
+    /// Builds Debian packages of both agents.
+    Dist {
+        /// Where they go.
+        #[arg(long, value_name = "DIR", default_value = "target/dist")]
+        out: PathBuf,
+    },
     /// Writes the man pages and shell completions of both agents.
     Man {
         /// Where they go.
@@ -82,6 +89,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Return { json, runs, configs }) => {
             bench::return_memory(&json, runs, configs).map(|()| true)
         }
+        Command::Dist { out } => dist::run_all(&out).map(|()| true),
         Command::Man { out } => man::run(&out).map(|()| true),
         Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
     };

@@ -23,9 +23,19 @@ impl SourceDate {
         Ok(Self { seconds })
     }
 
+    /// Since 1970-01-01 UTC.
+    pub(crate) fn seconds(self) -> u64 {
+        self.seconds
+    }
+
     /// Such as 2026-12-01.
     pub(crate) fn day(self) -> Result<String> {
         self.format("+%F")
+    }
+
+    /// As changelogs of Debian have it.
+    pub(crate) fn rfc_2822(self) -> Result<String> {
+        self.format("-R")
     }
 
     fn format(self, format: &str) -> Result<String> {
@@ -45,5 +55,6 @@ mod tests {
     fn dates_are_those_of_the_source_in_utc() {
         let date = SourceDate { seconds: 1_700_000_000 };
         assert_eq!(date.day().unwrap(), "2023-11-14");
+        assert_eq!(date.rfc_2822().unwrap(), "Tue, 14 Nov 2023 22:13:20 +0000");
     }
 }
