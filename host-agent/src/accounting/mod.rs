@@ -9,12 +9,15 @@
 mod absent;
 mod backing;
 mod cgroup;
+pub mod cost;
 mod ksm;
 mod parse;
 mod percpu;
 mod process;
+pub mod rank;
 mod reader;
 mod report;
+pub mod watch;
 
 pub use ksm::KsmStat;
 pub use reader::Reader;

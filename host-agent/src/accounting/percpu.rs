@@ -13,6 +13,8 @@ use std::fs;
 pub(super) const RSS_COUNTERS: u64 = 3;
 /// Counters that make up `VmSwap`: `MM_SWAPENTS`.
 pub(super) const SWAP_COUNTERS: u64 = 1;
+/// Counters that make up anonymous memory, resident and swapped out: `MM_ANONPAGES` and `MM_SWAPENTS`.
+pub(super) const ANON_COUNTERS: u64 = 2;
 
 /// Page faults of a thread whose counts it may still hold before Linux 6.2: `TASK_RSS_EVENTS_THRESH` is 64 and
 /// `check_sync_rss_stat` in `mm/memory.c` compares after counting.

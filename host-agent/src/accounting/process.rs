@@ -4,7 +4,7 @@
 //! for its number: when the process has exited, reading fails, whoever has the number then.
 
 use super::parse::{self, Malformed};
-use super::percpu::{Kernel, RSS_COUNTERS, SWAP_COUNTERS};
+use super::percpu::{ANON_COUNTERS, Kernel, RSS_COUNTERS, SWAP_COUNTERS};
 use super::{Absent, AbsentReason, Measured, Precision, Roots};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
@@ -101,6 +101,13 @@ pub(super) fn swap_of_status(text: &str, path: &Path, kernel: &Kernel) -> Result
     let bytes = of_status(text, "VmSwap", path)?;
     let precision = kernel.mm_counters(SWAP_COUNTERS, threads(text))?;
     Ok(Measured { bytes, precision, source: source(path, "VmSwap") })
+}
+
+/// `RssAnon` (Linux 4.5) and `VmSwap`, from the text of `status`.
+pub(super) fn anonymous_of_status(text: &str, path: &Path, kernel: &Kernel) -> Result<Measured, Absent> {
+    let bytes = of_status(text, "RssAnon", path)?.saturating_add(of_status(text, "VmSwap", path)?);
+    let precision = kernel.mm_counters(ANON_COUNTERS, threads(text))?;
+    Ok(Measured { bytes, precision, source: source(path, "RssAnon + VmSwap") })
 }
 
 fn threads(status: &str) -> Option<u64> {

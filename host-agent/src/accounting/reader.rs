@@ -110,6 +110,18 @@ impl Reader {
         }
     }
 
+    /// Anonymous memory of the process, resident and swapped out: the part of its cost that is in no file. An upper bound
+    /// where some of it is shared.
+    pub(super) fn anonymous(&mut self) -> Reading {
+        let start = Instant::now();
+        Ok(self.of_status(process::anonymous_of_status)?.after(start.elapsed()))
+    }
+
+    /// The same by its share and precisely.
+    pub(super) fn anonymous_precise(&mut self) -> Reading {
+        timed(|| process::rollup(self.process()?, &["Pss_Anon", "SwapPss"]))
+    }
+
     /// One figure from each source that has it, the cheapest first.
     pub fn read_all(&mut self, method: Method) -> Vec<Reading> {
         let mut readings = vec![self.read(method)];
