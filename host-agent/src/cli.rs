@@ -3,8 +3,11 @@
 use crate::accounting::Method;
 use crate::config::{DEFAULT_CONTROL, DEFAULT_PATH, Flags};
 use crate::control::MAX_DRAIN_WAIT;
+use crate::top::{self, Top};
+use clap::builder::PossibleValuesParser;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Drops the backing of free guest memory, or says by name why not.
 #[derive(Debug, Parser)]
@@ -50,6 +53,18 @@ pub enum Command {
         /// Print JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Show all VMs live: what they cost, what is dropped and what comes back, and why not
+    Top {
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+        /// Between two looks, with ms, s or m
+        #[arg(long, value_name = "TIME", default_value = "2s", value_parser = top::interval)]
+        interval: Duration,
+        /// Column to sort by; without it, the order of the configuration
+        #[arg(long, value_name = "COLUMN", ignore_case = true, value_parser = PossibleValuesParser::new(Top::sortable()))]
+        sort: Option<String>,
     },
     /// Say what this host can do and what a VM's process would allow; exit code 1 if something does not work
     Doctor {

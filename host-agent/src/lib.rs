@@ -21,6 +21,7 @@ pub mod process;
 pub mod reporting;
 pub mod serve;
 pub mod session;
+pub mod top;
 pub mod vm;
 
 pub use fpr_protocol::error_chain;

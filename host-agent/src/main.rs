@@ -14,6 +14,7 @@ use fpr_host_agent::control::{self, ClientError};
 use fpr_host_agent::doctor::{self, Colour, Style, Surroundings, Verdict};
 use fpr_host_agent::fields::table;
 use fpr_host_agent::serve::{ServeError, serve};
+use fpr_host_agent::top::{self, TopError};
 use nix::unistd::Pid;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -53,6 +54,13 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Status { control, json } => {
             let status = control::ask(&control, &control::Command::Status)?;
             print(&if json { format!("{status:#}\n") } else { table::status(&status) })
+        }
+        Command::Top { control, interval, sort } => {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("cannot start the runtime")?;
+            Ok(runtime.block_on(top::run(top::Options { control, interval, sort }))?)
         }
         Command::Inhibit { vm, reason, control } => {
             control::ask(&control, &control::Command::Inhibit { vm, reason })?;
@@ -125,6 +133,11 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     for cause in error.chain() {
         if cause.is::<ConfigFlag>() {
             return 2;
+        }
+        match cause.downcast_ref() {
+            Some(TopError::NoTerminal) => return 2,
+            Some(TopError::Terminal(_) | TopError::Os(_)) => return 71,
+            Some(TopError::Daemon(_)) | None => {}
         }
         if cause.is::<ConfigError>() {
             return 78;

@@ -266,6 +266,71 @@ fn status_is_a_table_for_people_and_json_for_programs() {
 }
 
 #[test]
+fn top_without_a_terminal_names_status_and_its_flags_are_checked() {
+    let daemon = Daemon::start(&["web1"]);
+    fails(&daemon.client(&["top"]), 2, &["terminal", "fpr-host-agent status"]);
+    fails(&daemon.client(&["top", "--sort", "colour"]), 2, &["colour", "BACKED"]);
+    fails(&daemon.client(&["top", "--interval", "2"]), 2, &["\"2\"", "2s"]);
+}
+
+/// Runs `top` on a terminal of 120 columns, does `then` to it when the VM is on the screen, and returns its exit code and
+/// all that it wrote.
+fn on_terminal(daemon: &Daemon, then: impl FnOnce(&mut std::fs::File, u32)) -> (Option<i32>, String) {
+    let size = nix::pty::Winsize { ws_row: 24, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 };
+    let pty = nix::pty::openpty(&size, None).unwrap();
+    let mut child = host_agent()
+        .args(["top", "--interval", "100ms", "--control"])
+        .arg(daemon.control())
+        .env("TERM", "xterm")
+        .stdin(pty.slave.try_clone().unwrap())
+        .stdout(pty.slave.try_clone().unwrap())
+        .stderr(pty.slave)
+        .spawn()
+        .unwrap();
+    let mut terminal = std::fs::File::from(pty.master);
+    let mut reader = terminal.try_clone().unwrap();
+    let (sender, written) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        // EIO when the last descriptor of the other end is closed.
+        while let Ok(length @ 1..) = reader.read(&mut buffer) {
+            let _ = sender.send(buffer[..length].to_vec());
+        }
+    });
+    let mut all = Vec::new();
+    let shown = |all: &Vec<u8>| String::from_utf8_lossy(all).into_owned();
+    daemon::poll("the VM is on the screen", || {
+        all.extend(written.try_iter().flatten());
+        if shown(&all).contains("web1") { Ok(()) } else { Err(shown(&all)) }
+    });
+    then(&mut terminal, child.id());
+    let status = daemon::poll("top ends", || child.try_wait().unwrap().ok_or("running"));
+    all.extend(written.iter().flatten());
+    (status.code(), shown(&all))
+}
+
+#[test]
+fn top_ends_with_a_key_or_a_signal_and_gives_the_screen_back() {
+    let daemon = Daemon::start(&["web1"]);
+    let kill = |signal| {
+        move |_: &mut std::fs::File, pid: u32| {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid as i32), signal).unwrap();
+        }
+    };
+    for (code, written) in [
+        on_terminal(&daemon, |terminal, _| terminal.write_all(b"q").unwrap()),
+        on_terminal(&daemon, |terminal, _| terminal.write_all(b"\x03").unwrap()),
+        on_terminal(&daemon, kill(Signal::SIGTERM)),
+        on_terminal(&daemon, kill(Signal::SIGHUP)),
+    ] {
+        assert_eq!(code, Some(0), "{written}");
+        let (entered, left) = (written.find("\x1b[?1049h").unwrap(), written.find("\x1b[?1049l").unwrap());
+        assert!(entered < left, "{written}");
+        assert!(written[left..].contains("\x1b[?25h"), "the cursor stays hidden: {written}");
+    }
+}
+
+#[test]
 fn inhibit_and_resume_show_in_status() {
     let daemon = Daemon::start(&["web1", "db"]);
 
