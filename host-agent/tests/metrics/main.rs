@@ -11,4 +11,5 @@ mod mock_guest;
 
 mod docs;
 mod http;
+mod scenarios;
 mod scrape;
