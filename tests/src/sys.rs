@@ -1,5 +1,6 @@
 //! The unsafe corner of the harness: what has to happen between fork and exec, and advice on memory.
 
+use std::fs::File;
 use std::ops::Range;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -17,6 +18,13 @@ pub(crate) fn die_with_spawning_thread(command: &mut Command) -> &mut Command {
     // SAFETY: the closure runs between fork and exec and may only do what is async-signal-safe: it makes one system call, allocates nothing
     // and takes no lock (converting an errno into io::Error does not allocate).
     unsafe { command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?)) }
+}
+
+/// Has the child enter the cgroup whose `cgroup.procs` is open for writing, before its program begins (cgroups(7): 0 stands for the writer).
+pub(crate) fn enter_cgroup(command: &mut Command, procs: File) {
+    // SAFETY: the closure runs between fork and exec and may only do what is async-signal-safe: it makes one write(2) to a descriptor that it
+    // owns, allocates nothing and takes no lock (converting an errno into io::Error does not allocate).
+    unsafe { command.pre_exec(move || Ok(nix::unistd::write(&procs, b"0").map(drop)?)) };
 }
 
 /// What to do with memory (madvise(2)).

@@ -75,6 +75,8 @@ struct TranslationRace;
 /// Kind of memory the guest runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryBackend {
+    /// Anonymous memory of QEMU's own, which KSM may merge.
+    Anonymous,
     /// A memfd mapped shared, which other processes can drop pages of.
     SharedMemfd,
     /// A memfd mapped privately: what is written to it never reaches the file.
@@ -132,9 +134,17 @@ pub struct VmBuilder {
     devices: Vec<Device>,
     kernel_arguments: Vec<String>,
     qemu_arguments: Vec<String>,
+    cgroup: Option<PathBuf>,
 }
 
 impl VmBuilder {
+    /// Starts QEMU in this cgroup, so that everything it ever touches is charged there. `directory` is the cgroup's.
+    #[must_use]
+    pub fn cgroup(mut self, directory: &Path) -> Self {
+        self.cgroup = Some(directory.to_owned());
+        self
+    }
+
     /// Guest memory in bytes; 1 GiB unless said.
     #[must_use]
     pub fn memory(mut self, bytes: u64) -> Self {
@@ -227,6 +237,11 @@ impl VmBuilder {
         let mut command = self.command(platform, dir.path());
         let stderr = fs::File::create(dir.path().join("stderr"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
+        if let Some(cgroup) = &self.cgroup {
+            let path = cgroup.join("cgroup.procs");
+            let procs = fs::File::options().write(true).open(&path).with_context(|| path.display().to_string())?;
+            sys::enter_cgroup(&mut command, procs);
+        }
         let child = sys::die_with_spawning_thread(&mut command)
             .spawn()
             .with_context(|| platform.qemu.binary.display().to_string())?;
@@ -241,10 +256,11 @@ impl VmBuilder {
 
     fn command(&self, platform: Platform<'_>, dir: &Path) -> Command {
         let mut qemu = Command::new(&platform.qemu.binary);
-        let memory = match self.backend {
-            MemoryBackend::SharedMemfd => "share=on",
-            MemoryBackend::PrivateMemfd => "share=off",
-            MemoryBackend::HugetlbMemfd => "share=on,hugetlb=on,hugetlbsize=2M",
+        let (kind, memory) = match self.backend {
+            MemoryBackend::Anonymous => ("ram", "merge=on"),
+            MemoryBackend::SharedMemfd => ("memfd", "share=on"),
+            MemoryBackend::PrivateMemfd => ("memfd", "share=off"),
+            MemoryBackend::HugetlbMemfd => ("memfd", "share=on,hugetlb=on,hugetlbsize=2M"),
         };
         let kernel = format!("{KERNEL_ARGUMENTS} {}", self.kernel_arguments.join(" "));
         if self.on_reset == OnReset::EndQemu {
@@ -253,7 +269,7 @@ impl VmBuilder {
         qemu.args(["-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-accel", platform.accelerator.qemu_argument(), "-cpu", platform.accelerator.qemu_cpu()])
             .args(["-smp", &self.vcpus.to_string(), "-m", &format!("{}M", self.memory / MIB)])
-            .args(["-object", &format!("memory-backend-memfd,id=mem,size={}M,{memory}", self.memory / MIB)])
+            .args(["-object", &format!("memory-backend-{kind},id=mem,size={}M,{memory}", self.memory / MIB)])
             .args(["-machine", "q35,memory-backend=mem"])
             .arg("-kernel")
             .arg(&platform.kernel.image)
@@ -388,6 +404,7 @@ impl Vm {
             devices: vec![],
             kernel_arguments: vec![],
             qemu_arguments: vec![],
+            cgroup: None,
         }
     }
 

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use fpr_tests::bench::discard;
 use fpr_tests::bench::return_memory::{self, Options};
+use fpr_tests::bench::{accounting, discard};
 use fpr_tests::process;
 use fpr_tests::reporting::Reporting;
 use serde_json::Value;
@@ -24,6 +24,13 @@ pub(crate) fn discard(json: &Path, runs: usize) -> Result<()> {
         return in_release(&["bench", "discard", "--runs", &runs.to_string(), "--json"], json);
     }
     write(json, |progress| discard::run(runs, progress))
+}
+
+pub(crate) fn accounting(json: &Path) -> Result<()> {
+    if cfg!(debug_assertions) {
+        return in_release(&["bench", "accounting", "--json"], json);
+    }
+    write(json, accounting::run)
 }
 
 /// What runs in this process is measured as it ships: unoptimised, the core costs ten times as much beside its system calls.

@@ -69,6 +69,12 @@ enum Bench {
         #[arg(long, value_delimiter = ',', default_values_t = Reporting::ALL)]
         configs: Vec<Reporting>,
     },
+    /// What each way to read a VM's memory says and costs, on real guests, with KSM off and on. Wants root.
+    Accounting {
+        /// Where the result goes.
+        #[arg(long)]
+        json: PathBuf,
+    },
     /// How fast memory is dropped, and what the reporting queue adds to the system calls. No guest; wants root.
     Discard {
         /// Where the result goes.
@@ -91,6 +97,7 @@ fn main() -> ExitCode {
         }
         Command::Dist { out } => dist::run_all(&out).map(|()| true),
         Command::Man { out } => man::run(&out).map(|()| true),
+        Command::Bench(Bench::Accounting { json }) => bench::accounting(&json).map(|()| true),
         Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
     };
     match outcome {

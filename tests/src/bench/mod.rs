@@ -1,5 +1,8 @@
 //! Benchmarks. Each writes one JSON document of the same shape ([`report`]).
 
+pub mod accounting;
+mod aftermath;
+mod cgroup;
 pub mod curve;
 pub mod discard;
 pub mod report;
