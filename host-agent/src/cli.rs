@@ -80,6 +80,18 @@ pub enum Command {
     },
     /// Read what VMs cost the host, in each way there is, with error bound and price
     Memory(MemoryArgs),
+    /// Say which VM to ask for memory: what each holds that its guest does not use, and why not where nothing can be had
+    Rank {
+        /// Only the first so many; fewer have to be read precisely then
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+        top: Option<u16>,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Drop nothing of a VM until `resume`
     Inhibit {
         /// Name of the VM

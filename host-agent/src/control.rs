@@ -4,6 +4,8 @@
 //! and resume VMs; guests never reach it. Clients are limited in number, request size and time, so that a stuck one
 //! costs nothing but its slot; one that drains a VM may keep its slot for as long as it asked to wait.
 
+use crate::accounting::Roots;
+use crate::accounting::choose::{self, Ranking};
 use crate::vm::status::VmStatus;
 use crate::vm::{DrainReport, Request, VmHandle};
 use serde::{Deserialize, Serialize};
@@ -51,12 +53,20 @@ pub enum Command {
         /// Wait so long for its end, at most [`MAX_DRAIN_WAIT`].
         wait_s: u64,
     },
+    /// Which VM to ask for memory.
+    Rank {
+        /// The first so many; all without it.
+        #[serde(default)]
+        top: Option<usize>,
+    },
 }
 
 impl Command {
+    /// Time for an answer beyond that for any.
     fn wait(&self) -> Duration {
         match self {
             Self::Drain { wait_s, .. } => Duration::from_secs((*wait_s).min(MAX_DRAIN_WAIT)),
+            Self::Rank { .. } => choose::LIMIT,
             Self::Status | Self::Inhibit { .. } | Self::Resume { .. } => Duration::ZERO,
         }
     }
@@ -69,6 +79,7 @@ enum Answer {
     Status(DaemonStatus),
     Done,
     Drained(DrainReport),
+    Ranking(Ranking),
     Error(String),
 }
 
@@ -126,6 +137,9 @@ async fn obey(command: Command, vms: &[VmHandle]) -> Answer {
     let wait = command.wait();
     match command {
         Command::Status => Answer::Status(status(vms).await),
+        Command::Rank { top } => {
+            Answer::Ranking(choose::rank(vms.to_vec(), Roots::default(), top.unwrap_or(usize::MAX)).await)
+        }
         Command::Inhibit { vm, reason } => match find(vms, &vm) {
             Ok(vm) => done(vm.ask(|answer| Request::Inhibit(reason, answer)).await),
             Err(error) => Answer::Error(error),
@@ -211,7 +225,7 @@ pub fn ask(path: &Path, command: &Command) -> Result<serde_json::Value, ClientEr
     match answer.get_mut("error") {
         Some(error) => Err(ClientError::Refused(error.as_str().unwrap_or("unknown error").to_owned())),
         None => {
-            let inner = ["status", "drained"].iter().find(|kind| answer.get(**kind).is_some());
+            let inner = ["status", "drained", "ranking"].iter().find(|kind| answer.get(**kind).is_some());
             Ok(inner.map(|kind| answer[*kind].take()).unwrap_or(answer))
         }
     }

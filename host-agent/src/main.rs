@@ -19,6 +19,7 @@ use nix::unistd::Pid;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -45,7 +46,10 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
                 .enable_all()
                 .build()
                 .context("cannot start the runtime")?;
-            Ok(runtime.block_on(serve(config))?)
+            let served = runtime.block_on(serve(config));
+            // A precise read of a large process may still go on; nobody wants it any more.
+            runtime.shutdown_timeout(Duration::from_secs(1));
+            Ok(served?)
         }
         Command::Validate { flags } => {
             let config = Config::load(&Flags::from(flags))?;
@@ -62,6 +66,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
                 .context("cannot start the runtime")?;
             Ok(runtime.block_on(top::run(top::Options { control, interval, sort }))?)
         }
+        Command::Rank { top, control, json } => command::rank::run(top, &control, json),
         Command::Inhibit { vm, reason, control } => {
             control::ask(&control, &control::Command::Inhibit { vm, reason })?;
             Ok(())

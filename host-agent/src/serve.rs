@@ -1,10 +1,13 @@
 //! The daemon: VMs from the configuration, the control socket, signals.
 
+use crate::accounting::Roots;
+use crate::accounting::task::{self, Watched};
 use crate::config::Config;
 use crate::control;
 use crate::device::{ListenError, bind_listener};
 use crate::metrics;
 use crate::vm::{self, VmHandle};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
@@ -52,6 +55,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut tasks: Vec<JoinHandle<()>> = Vec::new();
     let mut failed = None;
     let memory_files = Arc::default();
+    let budgets: HashMap<String, u64> =
+        config.vms.iter().filter_map(|vm| Some((vm.name.clone(), vm.budget_bytes?))).collect();
     for mut vm in config.vms {
         vm.memory_files = Arc::clone(&memory_files);
         let name = vm.name.clone();
@@ -78,11 +83,17 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
                 async move { control::status(&vms).await }
             }))
         });
+        let watched = handles.clone();
+        let accounting = tokio::spawn(task::run(Roots::default(), move || {
+            let watched = watched.iter();
+            watched.map(|vm| Watched { handle: vm.clone(), budget_bytes: budgets.get(&vm.name).copied() }).collect()
+        }));
         info!(control = %config.control.display(), vms = handles.len(), "serving");
         tokio::select! {
             _ = terminate.recv() => info!("SIGTERM: stopping"),
             _ = interrupt.recv() => info!("SIGINT: stopping"),
         }
+        accounting.abort();
         control.abort();
         if let Some(metrics) = metrics {
             metrics.abort();

@@ -58,12 +58,7 @@ pub fn estimate(reader: &mut Reader) -> Result<Estimate, Absent> {
         return Ok(charge);
     }
     let backing = backing(reader)?;
-    let anonymous = reader.anonymous()?;
-    let error = match anonymous.precision {
-        Precision::Precise => 0,
-        Precision::Approximate { error_bound_bytes } => error_bound_bytes,
-    };
-    let high_bytes = backing.saturating_add(anonymous.bytes).saturating_add(error);
+    let high_bytes = backing.saturating_add(at_most(&reader.anonymous()?));
     Ok(Estimate { basis: Basis::Process, low_bytes: backing, high_bytes })
 }
 
@@ -77,6 +72,41 @@ pub fn precise(reader: &mut Reader) -> Result<Estimate, Absent> {
     }
     let anonymous = reader.anonymous_precise()?;
     Ok(Estimate::exactly(Basis::Process, backing(reader)?.saturating_add(anonymous.bytes)))
+}
+
+/// What the host holds for the guest, cheaply: the blocks of its memory files; of a guest with private memory, the
+/// anonymous memory of its process.
+///
+/// # Errors
+/// Neither can be read.
+pub fn held(reader: &mut Reader) -> Result<Estimate, Absent> {
+    match reader.read(Method::Backing) {
+        Ok(Figure { bytes, .. }) => Ok(Estimate::exactly(Basis::Process, bytes)),
+        Err(absent) if absent.reason == AbsentReason::NotShared => {
+            let anonymous = reader.anonymous()?;
+            Ok(Estimate { basis: Basis::Process, low_bytes: 0, high_bytes: at_most(&anonymous) })
+        }
+        Err(absent) => Err(absent),
+    }
+}
+
+/// The same precisely.
+///
+/// # Errors
+/// It cannot be read.
+pub fn held_precise(reader: &mut Reader) -> Result<u64, Absent> {
+    match reader.read(Method::Backing) {
+        Ok(Figure { bytes, .. }) => Ok(bytes),
+        Err(absent) if absent.reason == AbsentReason::NotShared => Ok(reader.anonymous_precise()?.bytes),
+        Err(absent) => Err(absent),
+    }
+}
+
+fn at_most(figure: &Figure) -> u64 {
+    match figure.precision {
+        Precision::Precise => figure.bytes,
+        Precision::Approximate { error_bound_bytes } => figure.bytes.saturating_add(error_bound_bytes),
+    }
 }
 
 fn charge(reader: &mut Reader) -> Result<Option<Estimate>, Absent> {

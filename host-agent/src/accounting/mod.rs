@@ -8,7 +8,9 @@
 
 mod absent;
 mod backing;
+pub mod books;
 mod cgroup;
+pub mod choose;
 pub mod cost;
 mod ksm;
 mod parse;
@@ -17,6 +19,7 @@ mod process;
 pub mod rank;
 mod reader;
 mod report;
+pub mod task;
 pub mod watch;
 
 pub use ksm::KsmStat;

@@ -10,12 +10,12 @@
 use super::Absent;
 use super::cost::Estimate;
 use fpr_protocol::Gate;
-use serde::Serialize;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 
 /// Why nothing can be reclaimed of a VM now.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, thiserror::Error)]
-#[serde(rename_all = "kebab-case", tag = "obstacle")]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Obstacle {
     /// Nothing is dropped while these gates are closed.
     #[error("closed: {}", .gates.iter().map(|gate| gate.word()).collect::<Vec<_>>().join(", "))]
@@ -35,6 +35,32 @@ pub enum Obstacle {
     /// The VM's task did not answer in time.
     #[error("the VM's task does not answer")]
     NoAnswer,
+}
+
+impl Obstacle {
+    /// The word of JSON.
+    #[must_use]
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Gated { .. } => "gated",
+            Self::NoAgent => "no-agent",
+            Self::NoClaim => "no-claim",
+            Self::NoFigure(_) => "no-figure",
+            Self::NoAnswer => "no-answer",
+        }
+    }
+}
+
+impl Serialize for Obstacle {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("reason", self.word())?;
+        if let Self::Gated { gates } = self {
+            map.serialize_entry("gates", gates)?;
+        }
+        map.serialize_entry("detail", &self.to_string())?;
+        map.end()
+    }
 }
 
 /// What is known of a VM before anything is read precisely.

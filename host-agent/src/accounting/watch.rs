@@ -142,6 +142,12 @@ impl Watch {
         &self.state
     }
 
+    /// The budget.
+    #[must_use]
+    pub fn budget_bytes(&self) -> u64 {
+        self.budget_bytes
+    }
+
     /// The budget is another one now. What was known is judged anew by the next estimate.
     pub fn set_budget(&mut self, budget_bytes: u64) {
         if self.budget_bytes != budget_bytes {
@@ -156,6 +162,11 @@ impl Watch {
         self.confirmed = None;
         self.rest_no_longer();
         self.idle(now)
+    }
+
+    /// The files of the process are others: a precise read that is under way is not to be passed on.
+    pub fn read_lost(&mut self) {
+        self.asked = false;
     }
 
     fn rest_no_longer(&mut self) {

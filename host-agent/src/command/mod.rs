@@ -1,3 +1,4 @@
 //! Subcommands with logic of their own.
 
 pub(crate) mod memory;
+pub(crate) mod rank;

@@ -1,5 +1,9 @@
 //! A status in which everything is there and nothing is zero, for tests. The compiler sees to it that nothing is missing.
 
+use crate::accounting::books::{Accounting, CostStatus, FigureStatus};
+use crate::accounting::cost::{Basis, Estimate};
+use crate::accounting::watch::BudgetStatus;
+use crate::accounting::{Absent, AbsentReason, Figure, Precision};
 use crate::control::DaemonStatus;
 use crate::reporting::{QueueCounters, Refused};
 use crate::session::AgentStatus;
@@ -39,6 +43,7 @@ pub(crate) fn vm(name: &str) -> VmStatus {
         },
         gates: vec![GateStatus { gate, closed_for_s: 90 }],
         memory: Some(Memory { guest_bytes: 1024 * MIB, backed_bytes: Some(300 * MIB) }),
+        accounting: Some(accounting()),
         counters: counters(),
         guest_claims: Some(GuestClaims {
             memory_total_bytes: 1000 * MIB,
@@ -81,6 +86,35 @@ pub(crate) fn vm(name: &str) -> VmStatus {
                 oom_kills: Some(1),
             }),
         }),
+    }
+}
+
+fn accounting() -> Accounting {
+    let figure = |precision| {
+        let (source, read) = ("statm resident".to_owned(), Duration::from_micros(5));
+        FigureStatus::Present(Figure { bytes: 310 * MIB, source, precision, read })
+    };
+    let absent = || Absent { reason: AbsentReason::NoCgroup, detail: "shared with others".to_owned() };
+    Accounting {
+        age_s: 4,
+        figures: BTreeMap::from([
+            ("rss", figure(Precision::Approximate { error_bound_bytes: MIB })),
+            ("backing", figure(Precision::Precise)),
+            ("cgroup", FigureStatus::Absent { absent: absent() }),
+        ]),
+        cost: CostStatus::Present(Estimate { basis: Basis::Process, low_bytes: 300 * MIB, high_bytes: 320 * MIB }),
+        budget: Some(BudgetStatus {
+            budget_bytes: 256 * MIB,
+            clear_bytes: 240 * MIB,
+            state: "over",
+            since_s: 60,
+            detail: Some("shared with others".to_owned()),
+            cost_bytes: Some(305 * MIB),
+            cost_age_s: Some(7),
+            alarms: 2,
+            precise_reads: 9,
+        }),
+        at: Duration::ZERO,
     }
 }
 

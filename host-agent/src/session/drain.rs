@@ -50,16 +50,25 @@ pub(super) struct PendingDrain {
 }
 
 impl Session {
+    /// Why the guest cannot be asked for memory now.
+    #[must_use]
+    pub fn drain_obstacle(&self) -> Option<DrainError> {
+        match &self.phase {
+            Phase::Active(_) if !self.gates.open_for(DeviceKind::Vsock) => Some(DrainError::Gated(self.gates.words())),
+            Phase::Active(_) if self.drains.len() >= MAX_DRAINS => Some(DrainError::TooMany),
+            Phase::Active(_) => None,
+            Phase::Idle | Phase::Fencing(..) => Some(DrainError::NoAgent),
+        }
+    }
+
     pub(super) fn drain(&mut self, id: DrainId, until: Duration) {
-        let error = match &self.phase {
-            Phase::Active(_) if !self.gates.open_for(DeviceKind::Vsock) => DrainError::Gated(self.gates.words()),
-            Phase::Active(_) if self.drains.len() >= MAX_DRAINS => DrainError::TooMany,
-            Phase::Active(active) => {
+        let error = match (self.drain_obstacle(), &self.phase) {
+            (None, Phase::Active(active)) => {
                 self.actions.push(Action::Send(active.connection, Message::Reclaim { id: id.0 }));
                 self.drains.insert(id, PendingDrain { until, before: self.dropped_by_source() });
                 return;
             }
-            Phase::Idle | Phase::Fencing(..) => DrainError::NoAgent,
+            (obstacle, _) => obstacle.unwrap_or(DrainError::NoAgent),
         };
         self.actions.push(Action::Drained(id, Err(error)));
     }

@@ -8,11 +8,14 @@ use super::boot_now;
 use super::owner::Owner;
 use super::worker::{Target, Work, Worker};
 use crate::accounting::Subject;
+use crate::accounting::choose::Account;
+use crate::accounting::rank::Obstacle;
 use crate::backing::{self, GuestBacking, MemoryMap};
 use crate::device::{DeviceKind, Done as Fence, MemoryRegion, PeerProcess};
 use crate::process::check_mappings;
+use crate::session::drain::DrainError;
 use crate::session::gates::GateSource;
-use crate::session::{Event, Layout};
+use crate::session::{AgentStatus, Event, Layout};
 use fpr_protocol::message::Region;
 use fpr_protocol::{Gate, GuestAddress, HugePageRange, HugePageSize, Refusal};
 use nix::unistd::Pid;
@@ -200,6 +203,21 @@ impl Owner {
         let backing = self.front_ends.values().find_map(|front_end| front_end.backing.as_deref());
         let files = backing.map(GuestBacking::files).unwrap_or_default();
         Subject { pid: pid.map(Pid::as_raw), cgroup: None, files }
+    }
+
+    pub(super) fn account(&self) -> Account {
+        let backing = self.front_ends.values().find_map(|front_end| front_end.backing.as_deref());
+        let guest_claimed_free_bytes = match self.session.agent() {
+            AgentStatus::Active { stats: Some(stats), .. } => Some(stats.memory_free_bytes),
+            _ => None,
+        };
+        let obstacle = match self.session.drain_obstacle() {
+            Some(DrainError::Gated(gates)) => Some(Obstacle::Gated { gates }),
+            Some(_) => Some(Obstacle::NoAgent),
+            None => None,
+        };
+        let guest_bytes = backing.map(|backing| backing.map().bytes());
+        Account { subject: self.subject(), guest_bytes, guest_claimed_free_bytes, obstacle }
     }
 
     /// When to look into the processes again; `None` while that is under way or there is nothing to look at.

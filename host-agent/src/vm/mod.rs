@@ -23,6 +23,8 @@ mod stream;
 mod worker;
 
 use crate::accounting::Subject;
+use crate::accounting::books::Accounting;
+use crate::accounting::choose::Account;
 use crate::backing;
 use crate::device::balloon::{self, BalloonConfig};
 use crate::device::vsock::{self, VsockConfig};
@@ -97,6 +99,10 @@ pub enum Request {
     Status(oneshot::Sender<VmStatus>),
     /// Whose memory is to be accounted for; without a front end it has neither process nor files.
     Subject(oneshot::Sender<Subject>),
+    /// What the choice of the VM to ask for memory needs to know.
+    Account(oneshot::Sender<Account>),
+    /// What accounting read, for `status`.
+    Accounted(Box<Accounting>),
     /// Close the gate `operator`.
     Inhibit(String, oneshot::Sender<()>),
     /// Open it.
@@ -131,6 +137,11 @@ impl VmHandle {
         let (sender, receiver) = oneshot::channel();
         self.requests.send(request(sender)).await.ok()?;
         receiver.await.ok()
+    }
+
+    /// Tells the VM's task something without waiting; lost if its queue is full or it has ended.
+    pub fn tell(&self, request: Request) {
+        let _ = self.requests.try_send(request);
     }
 
     /// Tells the VM to end.

@@ -6,6 +6,7 @@ use super::log::VmLog;
 use super::status::{self, VmStatus};
 use super::worker::{Done, Work, Worker};
 use super::{Request, VmConfig, boot_now};
+use crate::accounting::books::Accounting;
 use crate::device::balloon::BalloonHandle;
 use crate::device::vsock::{self, SendError};
 use crate::device::{Answer, ConnectionId, DeviceEvent, DeviceKind, Done as Fence};
@@ -55,6 +56,8 @@ pub(super) struct Owner {
     /// What speaks against the huge pages that the agent has named.
     pub(super) page_size_gates: Vec<(Gate, String)>,
     busy: Duration,
+    /// What accounting read last.
+    accounting: Option<Box<Accounting>>,
     pub(super) log: VmLog,
 }
 
@@ -104,6 +107,7 @@ impl Owner {
             last_report: Duration::ZERO,
             page_size_gates: Vec::new(),
             busy: Duration::ZERO,
+            accounting: None,
         };
         Ok((owner, Inbox { vsock: vsock_events, balloon: balloon_events, results, requests }))
     }
@@ -225,6 +229,8 @@ impl Owner {
         match request {
             Request::Status(answer) => drop(answer.send(self.status())),
             Request::Subject(answer) => drop(answer.send(self.subject())),
+            Request::Account(answer) => drop(answer.send(self.account())),
+            Request::Accounted(accounting) => self.accounting = Some(accounting),
             Request::Inhibit(reason, answer) => {
                 self.handle(Event::Gates(GateSource::Operator, vec![(Gate::Operator, reason)]));
                 let _ = answer.send(());
@@ -306,6 +312,7 @@ impl Owner {
             balloon: self.balloon.as_ref().map(|balloon| (balloon.counters(), balloon.statistics())),
             front_ends: &self.front_ends,
             busy: self.busy,
+            accounting: self.accounting.as_deref(),
             now: boot_now(),
         })
     }

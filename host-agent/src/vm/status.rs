@@ -2,6 +2,7 @@
 
 use super::VmConfig;
 use super::front_end::FrontEnd as DeviceFrontEnd;
+use crate::accounting::books::Accounting;
 use crate::device::{DeviceKind, Fault, balloon, vsock};
 use crate::reporting::QueueCounters;
 use crate::session::counters::Counters;
@@ -25,6 +26,8 @@ pub struct VmStatus {
     pub gates: Vec<GateStatus>,
     /// Bytes of guest memory, and of its backing; measured by the host. Absent without a front end.
     pub memory: Option<Memory>,
+    /// What it costs the host in each way that is cheap to read, and its budget; absent before the first tick.
+    pub accounting: Option<Accounting>,
     /// What was counted, by the host.
     pub counters: Counters,
     /// The guest's own figures, an indication only.
@@ -175,6 +178,7 @@ pub(super) struct Parts<'a> {
     pub(super) balloon: Option<(balloon::Counters, Option<balloon::Received>)>,
     pub(super) front_ends: &'a BTreeMap<DeviceKind, DeviceFrontEnd>,
     pub(super) busy: Duration,
+    pub(super) accounting: Option<&'a Accounting>,
     pub(super) now: Duration,
 }
 
@@ -256,6 +260,7 @@ impl VmStatus {
             agent,
             gates: gates.collect(),
             memory: parts.memory(),
+            accounting: parts.accounting.map(|accounting| accounting.aged(parts.now)),
             counters,
             guest_claims,
             vsock: parts.vsock(),

@@ -6,6 +6,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use fpr_host_agent::accounting::books::{Asked, Books};
+use fpr_host_agent::accounting::{Roots, Subject};
 use fpr_host_agent::control;
 use fpr_host_agent::fields::{DAEMON, Field, VM};
 use fpr_host_agent::session::Config;
@@ -149,6 +151,34 @@ fn short_minute() -> serde_json::Value {
     status
 }
 
+/// Accounting of a VM over its budget, on a kernel that says by how much it may be wrong: made of files, since this
+/// machine's may be exact.
+fn over_budget() -> serde_json::Value {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    for (name, text) in [
+        ("proc/sys/kernel/osrelease", "6.6.0"),
+        ("sys/devices/system/cpu/possible", "0-1"),
+        ("proc/7/cgroup", "0::/"),
+        ("proc/7/maps", ""),
+        ("proc/7/statm", "9999 5000 0 1 0 1 0"),
+        ("proc/7/status", "VmRSS:\t20000 kB\nRssAnon:\t20000 kB\nVmSwap:\t0 kB\nThreads:\t1\n"),
+        ("proc/7/smaps_rollup", "Pss_Anon:\t19000 kB\nSwapPss:\t0 kB\n"),
+    ] {
+        std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+        std::fs::write(at(name), text).unwrap();
+    }
+    let mut books = Books::new(Roots { proc: at("proc"), sys: at("sys"), cgroup: at("cgroup") });
+    let asked = || {
+        let subject = Some(Subject { pid: Some(7), ..Subject::default() });
+        vec![Asked { name: "over".into(), budget_bytes: Some(1 << 20), subject }]
+    };
+    let slow = books.tick(asked(), Duration::ZERO).1.pop().unwrap();
+    books.confirmed(slow.read(), Duration::from_secs(1)).unwrap();
+    let (mut figures, _) = books.tick(asked(), Duration::from_secs(5));
+    serde_json::json!({ "accounting": figures.pop().unwrap().1 })
+}
+
 #[test]
 fn every_metric_is_set_by_something() {
     let daemon = daemon(&["vm"], &["vm", "rude"]);
@@ -178,7 +208,7 @@ fn every_metric_is_set_by_something() {
     rude.front_end.set_vring_num(7, 64).expect_err("there is no such queue");
     let inhibit = control::Command::Inhibit { vm: "vm".into(), reason: "test".into() };
     control::ask(&daemon.control(), &inhibit).unwrap();
-    seen.look(&serde_json::json!({"version": "", "vms": [short_minute()]}));
+    seen.look(&serde_json::json!({"version": "", "vms": [short_minute(), over_budget()]}));
 
     let deadline = Instant::now() + LATEST;
     loop {
