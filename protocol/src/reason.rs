@@ -99,6 +99,8 @@ reasons! {
         WrongDirection = "wrong-direction",
         /// More ranges in one chain of a virtqueue than the host takes. Seen in counters only.
         TooManyRanges = "too-many-ranges",
+        /// A ring of one of the VM's own devices lies in it: the guest uses it, whatever it says.
+        DeviceRing = "device-ring",
     }
 }
 

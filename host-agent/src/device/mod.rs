@@ -27,6 +27,7 @@ mod fault;
 mod listen;
 mod memory;
 mod peer;
+mod rings;
 mod serve;
 #[allow(unsafe_code)]
 mod sys;
@@ -35,6 +36,7 @@ pub mod vsock;
 pub use listen::ListenError;
 pub(crate) use listen::{SocketFile, bind_listener};
 pub use peer::PeerProcess;
+pub use rings::Rings;
 pub use vsock::fault::Fault;
 
 /// A connection of the guest, unique for the life of the device, so that a stale one never means another.

@@ -19,31 +19,41 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 use tokio::sync::mpsc;
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error as VhostUserError, Listener};
 use vhost_user_backend::{Error as DaemonError, ShutdownHandle, VhostUserBackendMut, VhostUserDaemon, VringMutex};
-use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 
 use super::listen::SocketFile;
-use super::{DeviceEvent, Done, PeerProcess, peer};
+use super::{DeviceEvent, Done, PeerProcess, memory, peer};
 use crate::log_limit::RateLimited;
 
 /// Pause after a front end could not be served for want of descriptors, memory or threads, in milliseconds. It still
 /// waits in the socket's backlog, so the next attempt is for the same one.
 const RETRY_MS: u16 = 1_000;
 
+/// What every device offers beside virtio: several queues, answers to requests (which is what a fence holds), the
+/// configuration space, and memory regions one by one.
+pub(super) const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
+
 /// The device's side of one front end.
 pub(super) trait Backend: VhostUserBackendMut<Bitmap = (), Vring = VringMutex> + Send + 'static {
     /// What the device is called in the names of its threads and in logs.
     const NAME: &'static str;
 
-    /// Epoll data of [`Control::wake`]. Numbers up to the count of queues belong to `vhost-user-backend`.
+    /// Epoll data of [`Control::wake`] and [`Control::wake_after`]. Numbers up to the count of queues belong to `vhost-user-backend`.
     const WAKE: u16;
 
     /// Tells the owner who connected; with a duplicate of the connection. Nothing of the front end was answered yet.
@@ -75,6 +85,16 @@ impl Events {
         self.emit(event(done));
         waiter.wait();
     }
+
+    /// The front end has changed the guest's memory: waits until nothing is in flight under the earlier map.
+    ///
+    /// # Errors
+    /// The map is none that a daemon can use; the front end is disconnected.
+    pub(super) fn memory_map(&self, memory: &GuestMemoryAtomic<GuestMemoryMmap>) -> io::Result<()> {
+        let regions = memory::regions(&memory.memory())?;
+        self.emit_and_wait(|done| DeviceEvent::MemoryMap { regions, done });
+        Ok(())
+    }
 }
 
 /// Two ways to cut the connection of a front end.
@@ -91,6 +111,8 @@ pub(super) struct Control {
     vm: String,
     /// Readable when the queue thread has something to do that no kick announces.
     wake: EventFd,
+    /// The same, at a time.
+    timer: TimerFd,
     stopping: AtomicBool,
     /// Readable when the device is to end.
     stop: EventFd,
@@ -108,6 +130,7 @@ impl Control {
         Ok(Self {
             vm,
             wake: eventfd()?,
+            timer: TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?,
             stopping: AtomicBool::new(false),
             stop: eventfd()?,
             front_end: Mutex::new(None),
@@ -126,10 +149,21 @@ impl Control {
         let _ = self.wake.write(1);
     }
 
+    /// The same after `wait`, in place of an earlier wait.
+    pub(super) fn wake_after(&self, wait: Duration) {
+        // A wait of nothing would switch the timer off.
+        let at = Expiration::OneShot(TimeSpec::from_duration(wait.max(Duration::from_nanos(1))));
+        if self.timer.set(at, TimerSetTimeFlags::empty()).is_err() {
+            // Too early is better than never.
+            self.wake();
+        }
+    }
+
     /// The queue thread is awake.
     pub(super) fn take_wake(&self) {
-        // Fails only when somebody took it before.
+        // Each fails only when somebody took it before, or when it was the other that woke.
         let _ = self.wake.read();
+        let _ = self.timer.wait();
     }
 
     /// Begins the end of the device.
@@ -244,11 +278,11 @@ where
         let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
         let backend = Arc::new(Mutex::new((self.make)(self.events.clone(), memory.clone())));
         let mut daemon = VhostUserDaemon::new(format!("{}-requests", B::NAME), Arc::clone(&backend), memory)?;
-        let wake = self.control.wake.as_fd().as_raw_fd();
-        let registered = daemon
-            .get_epoll_handlers()
-            .iter()
-            .try_for_each(|handler| handler.register_listener(wake, EventSet::IN, u64::from(B::WAKE)));
+        let [wake, timer] = [self.control.wake.as_fd(), self.control.timer.as_fd()].map(|fd| fd.as_raw_fd());
+        let registered = daemon.get_epoll_handlers().iter().try_for_each(|handler| {
+            handler.register_listener(wake, EventSet::IN, u64::from(B::WAKE))?;
+            handler.register_listener(timer, EventSet::IN, u64::from(B::WAKE))
+        });
         if let Err(error) = registered {
             // Dropping the daemon would wait for a queue thread that nothing can wake. It sleeps for ever; that is the
             // price of one failed attempt on a host that is out of memory.

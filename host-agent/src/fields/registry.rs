@@ -66,6 +66,7 @@ pub const VM: &[Field] = &[
     host("/balloon/{queue=reporting|inflate}/refused_by_reason/{reason}/ranges", "fpr_balloon_ranges_refused_total", Kind::Counter, Unit::Count, "Ranges that were refused, by reason"),
     host("/balloon/{queue=reporting|inflate}/refused_by_reason/{reason}/bytes", "fpr_balloon_refused_bytes_total", Kind::Counter, Unit::Bytes, "Bytes in refused ranges, by reason"),
     host("/balloon/deflate_chains", "fpr_balloon_deflate_chains_total", Kind::Counter, Unit::Count, "Chains of the deflate queue"),
+    host("/balloon/chains_delayed", "fpr_balloon_chains_delayed_total", Kind::Counter, Unit::Count, "Chains that waited in their ring because the guest gave memory away too fast"),
     host("/balloon/statistics_received", "fpr_balloon_statistics_received_total", Kind::Counter, Unit::Count, "Buffers of statistics that were read"),
     host("/balloon/front_ends_broken_off", "fpr_balloon_front_ends_broken_off_total", Kind::Counter, Unit::Count, "Front ends disconnected because of what they sent"),
     host("/balloon/refused_by_reason/{reason}", "fpr_balloon_refused_total", Kind::Counter, Unit::Count, "What was refused by fault of the guest, by fault"),

@@ -71,6 +71,7 @@ pub(crate) fn vm(name: &str) -> VmStatus {
             reporting: queue(),
             inflate: queue(),
             deflate_chains: 4,
+            chains_delayed: 6,
             statistics_received: 5,
             front_ends_broken_off: 1,
             refused_by_reason: BTreeMap::from([("bad_statistics".to_owned(), 1)]),

@@ -1,7 +1,7 @@
 //! Dropping: what a worker does right before, during and after, for the agent's reports and for the kernel's.
 //!
 //! Called on a worker's thread with what the session has allowed. Checked again here, as late as can be: cancellation, the
-//! VMM's processes, cookies, the deadline.
+//! VMM's processes, the devices' own rings, cookies, the deadline.
 
 use super::boot_now;
 use super::worker::{Target, gate, inspect};
@@ -35,7 +35,9 @@ pub(super) fn drop_items(
     if let Some(refused) = refused_before(items.len(), target, cancelled) {
         return refused;
     }
+    let rings = target.rings.hold();
     let locate = |item: &DropItem| match target.backing.map().locate(item.range, size)? {
+        span if rings.lie_in(&span.guest) => Err(Refusal::DeviceRing),
         _ if !has_cookies(&target.backing, key, item, size) => Err(Refusal::CookieMismatch),
         span => Ok(vec![span]),
     };
@@ -54,7 +56,12 @@ pub(super) fn discard(
     if let Some(refused) = refused_before(ranges.len(), target, cancelled) {
         return refused;
     }
+    let rings = target.rings.hold();
+    let beside_rings = |spans: Vec<Span>| {
+        if spans.iter().any(|span| rings.lie_in(&span.guest)) { Err(Refusal::DeviceRing) } else { Ok(spans) }
+    };
     let located = target.backing.map().locate_kernel_report(ranges);
+    let located = located.into_iter().map(|spans| spans.and_then(beside_rings)).collect();
     let until = Until { kill_at: deadline, slack: KERNEL_SLACK };
     drop_located(located, until, target, cancelled, &|dropped, _| still_backed_bytes(dropped, target))
 }
@@ -219,6 +226,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::backing::{MemoryMap, Region};
+    use crate::device::DeviceKind;
+    use fpr_protocol::HugePageRange;
     use nix::sys::memfd::{MFdFlags, memfd_create};
     use std::fs::File;
     use std::os::unix::fs::FileExt;
@@ -238,7 +247,15 @@ mod tests {
             file_offset: page * PAGE,
         };
         let backing = GuestBacking::new(MemoryMap::new(vec![region(0), region(32)]).unwrap()).unwrap();
-        (file, Target { backing: Arc::new(backing), processes: Vec::new(), proc_root: "/proc".into() })
+        (
+            file,
+            Target {
+                backing: Arc::new(backing),
+                processes: Vec::new(),
+                proc_root: "/proc".into(),
+                rings: Arc::default(),
+            },
+        )
     }
 
     fn in_use(file: &File) -> Vec<bool> {
@@ -269,6 +286,32 @@ mod tests {
         assert_eq!(gone, [1, 30, 31, 32, 33]);
         assert_eq!((output.still_backed_bytes, output.error), (0, None));
         assert_eq!(output.allocated_bytes.0 - output.allocated_bytes.1, 5 * PAGE);
+    }
+
+    #[test]
+    fn what_holds_a_ring_is_refused_and_the_rest_is_dropped() {
+        let (file, target) = target();
+        // The last descriptor of the one lies in page 4, the used ring of the other in page 33, in another region.
+        target.rings.set(DeviceKind::Balloon, 2, [3 * PAGE + 16..4 * PAGE + 16, 20..22, 20..22]);
+        target.rings.set(DeviceKind::Vsock, 0, [20..22, 20..22, 33 * PAGE + 7..33 * PAGE + 8]);
+        let ranges = [pages(1, 2), pages(4, 1), pages(5, 1), pages(31, 3), pages(34, 1), pages(63, 2)];
+        let output = discard(&ranges, soon(), &target, &|| false);
+        let ring = Err(Refusal::DeviceRing);
+        assert_eq!(output.results, [Ok(2 * PAGE), ring, Ok(PAGE), ring, Ok(PAGE), Err(Refusal::OutsideMemory)]);
+        let gone: Vec<usize> = (0..64).filter(|page| !in_use(&file)[*page]).collect();
+        assert_eq!(gone, [1, 2, 5, 34]);
+
+        let size = HugePageSize::new(4096, 1).unwrap();
+        let item = |page: u64, count| DropItem {
+            range: HugePageRange { start: GuestAddress(page * PAGE), count },
+            first_cookie: None,
+        };
+        let key = CookieKey { session_nonce: 1, sequence: 1 };
+        let output = drop_items(&[item(8, 2), item(16, 9), item(2, 1)], size, key, soon(), &target, &|| false);
+        assert_eq!(output.results, [Ok(4 * PAGE), Err(Refusal::CrossesRegions), ring]);
+        target.rings.clear(DeviceKind::Balloon);
+        let output = drop_items(&[item(2, 1)], size, key, soon(), &target, &|| false);
+        assert_eq!(output.results, [Ok(2 * PAGE)], "a device that has stopped has no rings");
     }
 
     #[test]

@@ -250,7 +250,7 @@ impl Owner {
                 processes.push(pid);
             }
         }
-        Some(Target { backing, processes, proc_root: self.config.proc_root.clone() })
+        Some(Target { backing, processes, proc_root: self.config.proc_root.clone(), rings: Arc::clone(&self.rings) })
     }
 }
 

@@ -26,6 +26,7 @@ use crate::accounting::Subject;
 use crate::accounting::books::Accounting;
 use crate::accounting::choose::Account;
 use crate::backing;
+use crate::device::Rings;
 use crate::device::balloon::{self, BalloonConfig};
 use crate::device::vsock::{self, VsockConfig};
 use crate::session::Config;
@@ -170,11 +171,21 @@ pub enum SpawnError {
 /// A socket or a thread cannot be made; then nothing is left behind.
 pub fn spawn(config: VmConfig) -> Result<(VmHandle, tokio::task::JoinHandle<()>), SpawnError> {
     let vm = &config.name;
+    let rings = Arc::<Rings>::default();
     let vsock = config.socket.clone().map(|socket| {
-        vsock::spawn(VsockConfig { vm: vm.clone(), socket, guest_cid: config.guest_cid, port: fpr_protocol::PORT })
+        vsock::spawn(VsockConfig {
+            vm: vm.clone(),
+            socket,
+            guest_cid: config.guest_cid,
+            port: fpr_protocol::PORT,
+            rings: Arc::clone(&rings),
+        })
     });
     let vsock = vsock.transpose()?;
-    let balloon = config.balloon.clone().map(|socket| balloon::spawn(BalloonConfig { vm: vm.clone(), socket }));
+    let balloon = config
+        .balloon
+        .clone()
+        .map(|socket| balloon::spawn(BalloonConfig { vm: vm.clone(), socket, rings: Arc::clone(&rings) }));
     let balloon = match balloon.transpose() {
         Ok(balloon) => balloon,
         Err(error) => {
@@ -187,6 +198,6 @@ pub fn spawn(config: VmConfig) -> Result<(VmHandle, tokio::task::JoinHandle<()>)
     };
     let (requests, receiver) = mpsc::channel(REQUESTS);
     let handle = VmHandle { name: vm.clone(), requests };
-    let (owner, inbox) = Owner::new(config, vsock, balloon, receiver).map_err(SpawnError::Worker)?;
+    let (owner, inbox) = Owner::new(config, vsock, balloon, rings, receiver).map_err(SpawnError::Worker)?;
     Ok((handle, tokio::spawn(owner.run(inbox))))
 }

@@ -9,7 +9,7 @@ use super::{Request, VmConfig, boot_now};
 use crate::accounting::books::Accounting;
 use crate::device::balloon::BalloonHandle;
 use crate::device::vsock::{self, SendError};
-use crate::device::{Answer, ConnectionId, DeviceEvent, DeviceKind, Done as Fence};
+use crate::device::{Answer, ConnectionId, DeviceEvent, DeviceKind, Done as Fence, Rings};
 use crate::session::drain::DrainId;
 use crate::session::gates::GateSource;
 use crate::session::job::{Job, JobId};
@@ -18,6 +18,7 @@ use crate::session::{Action, Event, Note, Session};
 use fpr_protocol::frame::encode;
 use fpr_protocol::{FrameDecoder, Gate, Message};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -40,6 +41,8 @@ pub(super) struct Owner {
     pub(super) session: Session,
     pub(super) vsock: Option<vsock::DeviceHandle>,
     pub(super) balloon: Option<BalloonHandle>,
+    /// Of both devices.
+    pub(super) rings: Arc<Rings>,
     pub(super) front_ends: BTreeMap<DeviceKind, FrontEnd>,
     pub(super) decoders: HashMap<ConnectionId, FrameDecoder>,
     fences: BTreeMap<u64, Fence>,
@@ -66,6 +69,7 @@ impl Owner {
         config: VmConfig,
         vsock: Device<vsock::DeviceHandle>,
         balloon: Device<BalloonHandle>,
+        rings: Arc<Rings>,
         requests: mpsc::Receiver<Request>,
     ) -> std::io::Result<(Self, Inbox)> {
         let (done, results) = mpsc::unbounded_channel();
@@ -93,6 +97,7 @@ impl Owner {
             session,
             vsock,
             balloon,
+            rings,
             front_ends,
             decoders: HashMap::new(),
             fences: BTreeMap::new(),

@@ -121,6 +121,8 @@ pub struct BalloonStatus {
     pub inflate: QueueCounters,
     /// Chains of the deflate queue.
     pub deflate_chains: u64,
+    /// Chains that waited in their ring because the guest gave memory away faster than it may.
+    pub chains_delayed: u64,
     /// Buffers of statistics that were read.
     pub statistics_received: u64,
     /// Front ends disconnected because of what they sent.
@@ -216,6 +218,7 @@ impl Parts<'_> {
             reporting: counters.reporting.clone(),
             inflate: counters.inflate.clone(),
             deflate_chains: counters.deflate_chains,
+            chains_delayed: counters.chains_delayed,
             statistics_received: counters.statistics_received,
             front_ends_broken_off: counters.front_ends_broken_off,
             refused_by_reason: by_name(faults),

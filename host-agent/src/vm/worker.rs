@@ -6,6 +6,7 @@
 use super::boot_now;
 use super::drop::{discard, drop_items, has_cookie};
 use crate::backing::{GuestBacking, Span};
+use crate::device::Rings;
 use crate::process::{Finding, check_holdings};
 use crate::reporting::GuestRange;
 use crate::session::effect::Content;
@@ -40,6 +41,8 @@ pub(super) struct Target {
     /// The processes of the VM's front ends, mostly one; an unknown one closes the gate `uninspectable`.
     pub(super) processes: Vec<Option<Pid>>,
     pub(super) proc_root: PathBuf,
+    /// Memory that the devices themselves use.
+    pub(super) rings: Arc<Rings>,
 }
 
 /// One piece of work.

@@ -9,6 +9,7 @@ mod hostile;
 #[path = "../mock_guest/mod.rs"]
 mod mock_guest;
 mod owner;
+mod pace;
 mod reports;
 mod statistics;
 mod stops;

@@ -23,7 +23,8 @@ pub struct Owner {
 
 impl Owner {
     pub fn new(socket: &Path) -> Self {
-        let (device, mut from_device) = spawn(BalloonConfig { vm: "test".into(), socket: socket.into() }).unwrap();
+        let (device, mut from_device) =
+            spawn(BalloonConfig { vm: "test".into(), socket: socket.into(), rings: Arc::default() }).unwrap();
         let (sender, events) = mpsc::channel();
         let hold = Arc::new(AtomicBool::new(false));
         let held = Arc::clone(&hold);

@@ -76,6 +76,12 @@ fn use_balloon(balloon: &mut Balloon) {
     balloon.tell(DEFLATE, &[((UPPER + 6 * HUGE) / 4096) as u32]);
     balloon.wait_returned(DEFLATE);
     balloon.write_config(0, &[1, 0, 0, 0]).unwrap();
+    // More than it may: lists of scattered pages that are no memory, each as dear as 32 reports.
+    let nowhere: Vec<u32> = (0..1024).map(|page| 0x7_0000 + 2 * page).collect();
+    for _ in 0..90 {
+        balloon.tell(INFLATE, &nowhere);
+        balloon.wait_returned(INFLATE);
+    }
 }
 
 /// The first buffer comes back at once, the second is the answer to a question.

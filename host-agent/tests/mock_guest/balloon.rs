@@ -23,8 +23,8 @@ pub const DEFLATE: usize = 1;
 pub const STATS: usize = 2;
 const QUEUES: u64 = 5;
 const ENTRIES: u16 = 64;
-/// Where the driver keeps what it sends in buffers of its own.
-pub const BUFFER: GuestAddress = GuestAddress(HIGH + 0x10_0000);
+/// Where the driver keeps what it sends in buffers of its own, away from those of a vsock device.
+pub const BUFFER: GuestAddress = GuestAddress(HIGH + 0x2f_0000);
 
 pub struct Balloon {
     pub front_end: Frontend,

@@ -17,7 +17,7 @@ use fpr_protocol::{Gate, Message, PassEnd, Refusal};
 use mock_guest::agent::{Agent, Session, hello, offlined};
 use mock_guest::balloon::{Balloon, INFLATE, PAGE_POISON, REPORTING};
 use mock_guest::queue::Queue;
-use mock_guest::{HIGH, HIGH_OFFSET, UPPER, UPPER_OFFSET, UPPER_SIZE, memfd};
+use mock_guest::{HIGH, HIGH_OFFSET, UNUSED, UPPER, UPPER_OFFSET, UPPER_SIZE, memfd};
 use vhost::VhostBackend;
 
 const MIB: u64 = 1 << 20;
@@ -176,6 +176,27 @@ fn a_vm_with_a_balloon_alone_needs_no_agent_and_shares_its_memory_with_nobody() 
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr.contains("the guest's agent is not connected"), "{stderr}");
+}
+
+/// Where tmpfs or the pool of huge pages is exhausted, the daemon would die when it next touches the ring.
+#[test]
+fn nobody_gives_away_the_rings_of_the_devices() {
+    let (daemon, mut agent, mut session, mut balloon) = both();
+    agent.prove(&mut session, &[UNUSED]);
+    let file = agent.guest.file.try_clone().unwrap();
+    // The kernel names the vsock device's rings, and those of the queue it speaks on.
+    for ring in [HIGH, HIGH + 0x1_0000, HIGH + 0x22_0000, HIGH + 0x22_2000] {
+        report(&mut balloon, &[(ring, 4096)]);
+    }
+    report(&mut balloon, &[(HIGH, 7 << 20)]);
+    let refused = source(&daemon, "kernel-reported")["refused_bytes_by_reason"]["device-ring"].clone();
+    assert_eq!(refused, 4 * 4096 + (7 << 20));
+    // The agent names the balloon's.
+    let results = agent.report(&mut session, vec![offlined(HIGH + MIB, 1), offlined(UPPER, 1)]);
+    assert_eq!(results, [RangeResult::Refused(Refusal::DeviceRing), RangeResult::Dropped { bytes: HUGE }]);
+    assert!(is_gone(&file, UPPER, HUGE) && !is_gone(&file, UPPER - HUGE, HUGE));
+    report(&mut balloon, &[(UPPER + HUGE, HUGE as u32)]);
+    assert!(is_gone(&file, UPPER + HUGE, HUGE), "both devices go on");
 }
 
 #[test]

@@ -19,7 +19,13 @@ pub struct Owner {
 
 impl Owner {
     pub fn new(socket: &Path) -> Self {
-        let config = VsockConfig { vm: "test".into(), socket: socket.into(), guest_cid: 3, port: super::PORT };
+        let config = VsockConfig {
+            vm: "test".into(),
+            socket: socket.into(),
+            guest_cid: 3,
+            port: super::PORT,
+            rings: Arc::default(),
+        };
         let (device, mut from_device) = spawn(config).unwrap();
         let (sender, events) = mpsc::channel();
         let hold = Arc::new(AtomicBool::new(false));

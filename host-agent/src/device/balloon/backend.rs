@@ -34,11 +34,13 @@ use vmm_sys_util::epoll::EventSet;
 use super::Shared;
 use super::config_space::{ConfigSpace, Refused};
 use super::fault::Fault;
+use super::pace::Cost;
 use super::queues::{self, PAGE_POISON, QUEUES, REPORTING, Role, STATS_VQ};
 use super::stats::{self, Received, Statistics};
 use crate::backing::boot_time;
-use crate::device::serve::{Backend, Events};
-use crate::device::{Answer, DeviceEvent, PeerProcess, memory};
+use crate::device::rings::OwnRings;
+use crate::device::serve::{Backend, Events, PROTOCOL_FEATURES};
+use crate::device::{Answer, DeviceEvent, DeviceKind, PeerProcess};
 use crate::log_limit::RateLimited;
 use crate::reporting::{GuestRange, Source};
 
@@ -66,6 +68,9 @@ pub(super) struct BalloonBackend {
     /// The poison value the owner knows of; `None` before this front end has negotiated features.
     told: Option<Option<u32>>,
     buffer: Buffer,
+    rings: OwnRings,
+    /// A chain waits in its ring for its time ([`pace`](super::pace)), and is counted.
+    waiting: bool,
     faults: RateLimited,
     /// The connection, to see whether the front end is still there.
     connection: Option<OwnedFd>,
@@ -83,6 +88,8 @@ impl BalloonBackend {
             config: ConfigSpace::new(),
             told: None,
             buffer: Buffer::Unasked,
+            rings: OwnRings::new(DeviceKind::Balloon),
+            waiting: false,
             faults: RateLimited::guest_caused(),
             connection: None,
             ended: false,
@@ -92,6 +99,7 @@ impl BalloonBackend {
     /// Waits until the owner says that nothing is in flight.
     fn stop(&mut self) {
         self.buffer = Buffer::Unasked;
+        self.rings.clear(&self.shared.rings);
         self.events.emit_and_wait(|done| DeviceEvent::Stopped { done });
     }
 
@@ -115,37 +123,47 @@ impl BalloonBackend {
     /// Serves at most one chain, so that a guest that never pauses cannot keep a request waiting for longer than one
     /// drop takes; true if there may be more.
     fn serve(&mut self, queue: usize, vring: &VringMutex) -> bool {
-        if self.cut_off() {
+        if !is_ready(vring) || self.cut_off() {
             return false;
         }
-        if !self.is_ready(queue, vring) {
+        self.rings.note(&self.shared.rings, queue, vring);
+        self.skip_returned(queue, vring);
+        let role = queues::role(queue, self.features);
+        // A buffer of statistics goes back when the daemon asks for it, and no sooner.
+        if role != Some(Role::Stats) && self.must_wait(vring) {
             return false;
         }
-        let served = match queues::role(queue, self.features) {
+        let served = match role {
             Some(Role::Reporting) => self.give_away(Source::Reported, vring),
             Some(Role::Inflate) => self.give_away(Source::Inflated, vring),
             Some(Role::Stats) => self.serve_stats(vring),
-            Some(Role::Deflate) => self.pass_back(vring).inspect(|passed| {
-                self.shared.state().counters.deflate_chains += u64::from(*passed);
+            Some(Role::Deflate) => self.return_unread(vring).inspect(|returned| {
+                self.shared.state().counters.deflate_chains += u64::from(*returned);
             }),
-            None => self.pass_back(vring).and_then(|passed| if passed { Err(Fault::UnusedQueue) } else { Ok(false) }),
+            None => self.return_unread(vring).and_then(
+                |returned| {
+                    if returned { Err(Fault::UnusedQueue) } else { Ok(false) }
+                },
+            ),
         };
         served.unwrap_or_else(|fault| {
+            // The front end takes no turn to stop a queue, only to have that answered: so it may be stopped since it was
+            // looked at, and no fault of the guest.
+            if fault == Fault::QueueNotUsable && !is_ready(vring) {
+                return false;
+            }
             self.fault(fault, Some(queue));
             // A chain was returned then; a broken ring is looked at again when the guest kicks.
             fault == Fault::UnusedQueue
         })
     }
 
-    /// Whether the queue may be served. Between two chains both indices are the same, since chains are returned in order and
-    /// one at a time. If a front end says otherwise, it read the used index before the last chain was returned, and that
-    /// chain, which the guest has back, must not be taken again.
-    fn is_ready(&mut self, queue: usize, vring: &VringMutex) -> bool {
+    /// Between two chains both indices are the same, since chains are returned in order and one at a time. If a front end
+    /// says otherwise, it read the used index before the last chain was returned, and that chain, which the guest has
+    /// back, must not be taken again.
+    fn skip_returned(&mut self, queue: usize, vring: &VringMutex) {
         let returned = {
             let mut state = vring.get_mut();
-            if !state.is_enabled() || !state.get_queue().ready() {
-                return false;
-            }
             let rings = state.get_queue_mut();
             let (next, returned) = (rings.next_avail(), rings.next_used());
             rings.set_next_avail(returned);
@@ -153,6 +171,26 @@ impl BalloonBackend {
         };
         if returned {
             self.fault(Fault::ReturnedBefore, Some(queue));
+        }
+    }
+
+    /// Whether chains have to wait in their rings. If one waits in this queue, the queue thread is woken in time.
+    fn must_wait(&mut self, vring: &VringMutex) -> bool {
+        let Some(wait) = self.shared.wait_for_pace() else {
+            self.waiting = false;
+            return false;
+        };
+        let waits = {
+            let memory = self.memory.memory();
+            let state = vring.get_ref();
+            let rings = state.get_queue();
+            rings.avail_idx(&*memory, Ordering::Acquire).is_ok_and(|index| index.0 != rings.next_avail())
+        };
+        if waits {
+            if !std::mem::replace(&mut self.waiting, true) {
+                self.shared.state().counters.chains_delayed += 1;
+            }
+            self.shared.control.wake_after(wait);
         }
         true
     }
@@ -177,10 +215,14 @@ impl BalloonBackend {
         let (head, ranges) = {
             let mut state = self.shared.state();
             let queue = state.queue(source);
+            let before = queue.counters().descriptors;
             let Some(head) = queue.take(&*self.memory.memory(), vring.get_mut().get_queue_mut())? else {
                 return Ok(false);
             };
-            (head, queue.ranges().to_vec())
+            let ranges = queue.ranges().to_vec();
+            let descriptors = usize::try_from(queue.counters().descriptors - before).unwrap_or(usize::MAX);
+            state.pace.charge(Cost::Ranges(ranges.len().max(descriptors)));
+            (head, ranges)
         };
         let results = match taken_after {
             Some(taken_after) if !ranges.is_empty() => self.ask_owner(source, ranges, taken_after),
@@ -251,6 +293,15 @@ impl BalloonBackend {
         }))
     }
 
+    /// [`pass_back`](Self::pass_back) at the guest's expense.
+    fn return_unread(&self, vring: &VringMutex) -> Result<bool, Fault> {
+        self.pass_back(vring).inspect(|returned| {
+            if *returned {
+                self.shared.state().pace.charge(Cost::PassedBack);
+            }
+        })
+    }
+
     /// Returns the next chain of a queue as it is; false if there is none.
     fn pass_back(&self, vring: &VringMutex) -> Result<bool, Fault> {
         let memory = self.memory.memory();
@@ -272,6 +323,12 @@ impl BalloonBackend {
     }
 }
 
+/// Whether the front end has started the queue and not stopped it.
+fn is_ready(vring: &VringMutex) -> bool {
+    let state = vring.get_ref();
+    state.is_enabled() && state.get_queue().ready()
+}
+
 impl Backend for BalloonBackend {
     const NAME: &'static str = "balloon";
     const WAKE: u16 = 6;
@@ -286,6 +343,7 @@ impl Backend for BalloonBackend {
 
     fn end(&mut self) {
         self.ended = true;
+        self.rings.clear(&self.shared.rings);
         // The next front end may bring another guest.
         self.shared.state().statistics = None;
     }
@@ -314,10 +372,7 @@ impl VhostUserBackendMut for BalloonBackend {
     }
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
-        VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        PROTOCOL_FEATURES
     }
 
     fn set_event_idx(&mut self, _enabled: bool) {}
@@ -342,9 +397,7 @@ impl VhostUserBackendMut for BalloonBackend {
 
     fn update_memory(&mut self, memory: GuestMemoryAtomic<GuestMemoryMmap>) -> io::Result<()> {
         self.memory = memory;
-        let regions = memory::regions(&self.memory.memory())?;
-        self.events.emit_and_wait(|done| DeviceEvent::MemoryMap { regions, done });
-        Ok(())
+        self.events.memory_map(&self.memory)
     }
 
     /// VHOST_USER_RESET_DEVICE: features and configuration space are as new. A guest's reset alone comes as

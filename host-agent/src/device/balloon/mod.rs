@@ -26,12 +26,14 @@ mod backend;
 mod config_space;
 pub(crate) mod counters;
 pub(crate) mod fault;
+mod pace;
 mod queues;
 mod stats;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
@@ -40,8 +42,9 @@ pub use fault::Fault;
 pub use stats::{Received, Statistics};
 
 use self::backend::BalloonBackend;
+use self::pace::Pace;
 use super::serve::{Control, Device, Events};
-use super::{DeviceEvent, ListenError};
+use super::{DeviceEvent, ListenError, Rings};
 use crate::reporting::{ReportingQueue, Source};
 
 /// Events that may wait for the owner. The queue thread waits for the answer to each report, so there is one report among
@@ -55,6 +58,8 @@ pub struct BalloonConfig {
     pub vm: String,
     /// Where the front end connects.
     pub socket: PathBuf,
+    /// The rings of all devices of the VM.
+    pub rings: Arc<Rings>,
 }
 
 /// Why a device could not be made.
@@ -81,7 +86,7 @@ pub enum SpawnError {
 pub fn spawn(config: BalloonConfig) -> Result<(BalloonHandle, mpsc::Receiver<DeviceEvent>), SpawnError> {
     let os = |source| SpawnError::Os { vm: config.vm.clone(), source };
     let socket = super::listen::bind_listener(&config.socket)?;
-    let shared = Arc::new(Shared::new(config.vm.clone()).map_err(os)?);
+    let shared = Arc::new(Shared::new(config.vm.clone(), Arc::clone(&config.rings)).map_err(os)?);
     let (sender, receiver) = mpsc::channel(EVENT_CHANNEL);
     let make = {
         let shared = Arc::clone(&shared);
@@ -137,6 +142,8 @@ impl std::fmt::Debug for BalloonHandle {
 /// What the threads of a device and its handles share.
 struct Shared {
     control: Arc<Control>,
+    rings: Arc<Rings>,
+    started: Instant,
     stats_wanted: AtomicBool,
     /// Locked for single steps only, never while anything waits.
     state: Mutex<State>,
@@ -146,22 +153,32 @@ struct Shared {
 struct State {
     reporting: ReportingQueue,
     inflate: ReportingQueue,
+    pace: Pace,
     statistics: Option<Received>,
     counters: Counters,
 }
 
 impl Shared {
-    fn new(vm: String) -> std::io::Result<Self> {
+    fn new(vm: String, rings: Arc<Rings>) -> std::io::Result<Self> {
         Ok(Self {
             control: Arc::new(Control::new(vm)?),
+            rings,
+            started: Instant::now(),
             stats_wanted: AtomicBool::new(false),
             state: Mutex::new(State {
                 reporting: ReportingQueue::new(Source::Reported),
                 inflate: ReportingQueue::new(Source::Inflated),
+                pace: Pace::new(Duration::ZERO),
                 statistics: None,
                 counters: Counters::default(),
             }),
         })
+    }
+
+    /// How long the guest's chains have to wait; `None` if one may be taken now. It outlives front ends: a guest that has
+    /// its device reset is not given more.
+    fn wait_for_pace(&self) -> Option<Duration> {
+        self.state().pace.wait(self.started.elapsed())
     }
 
     /// A panic under the lock is a bug, but no step leaves the state half-changed in a way that could harm memory.

@@ -26,8 +26,9 @@ use super::Shared;
 use super::fault::Fault;
 use super::muxer::Outcome;
 use super::packet::{HEADER_LEN, Header, MAX_PAYLOAD};
-use crate::device::serve::{Backend, Events};
-use crate::device::{DeviceEvent, EndReason, PeerProcess, memory};
+use crate::device::rings::OwnRings;
+use crate::device::serve::{Backend, Events, PROTOCOL_FEATURES};
+use crate::device::{DeviceEvent, DeviceKind, EndReason, PeerProcess};
 use crate::log_limit::RateLimited;
 
 /// rx, tx and event queue (virtio 1.2, section 5.10.2). QEMU serves the event queue itself and sets up the other two.
@@ -53,6 +54,7 @@ pub(super) struct VsockBackend {
     shared: Arc<Shared>,
     events: Events,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
+    rings: OwnRings,
     faults: RateLimited,
     ended: bool,
 }
@@ -60,7 +62,8 @@ pub(super) struct VsockBackend {
 impl VsockBackend {
     /// State for a front end that is about to be accepted; `memory` is the map the crate will keep up to date.
     pub(super) fn new(shared: Arc<Shared>, events: Events, memory: GuestMemoryAtomic<GuestMemoryMmap>) -> Self {
-        Self { shared, events, memory, faults: RateLimited::guest_caused(), ended: false }
+        let rings = OwnRings::new(DeviceKind::Vsock);
+        Self { shared, events, memory, rings, faults: RateLimited::guest_caused(), ended: false }
     }
 
     fn end_connections(&self, reason: EndReason) {
@@ -71,7 +74,8 @@ impl VsockBackend {
     }
 
     /// Ends what ran so far and waits until the owner says that nothing of it is in flight.
-    fn stop(&self) {
+    fn stop(&mut self) {
+        self.rings.clear(&self.shared.rings);
         self.end_connections(EndReason::DeviceStopped);
         self.events.emit_and_wait(|done| DeviceEvent::Stopped { done });
     }
@@ -95,11 +99,16 @@ impl VsockBackend {
         self.fault(fault, None);
     }
 
-    fn next_chain(&mut self, vring: &VringMutex) -> Option<Chain> {
-        let mut state = vring.get_mut();
-        if !state.is_enabled() || !state.get_queue().ready() {
+    fn next_chain(&mut self, queue: u16, vring: &VringMutex) -> Option<Chain> {
+        let ready = {
+            let state = vring.get_ref();
+            state.is_enabled() && state.get_queue().ready()
+        };
+        if !ready {
             return None;
         }
+        self.rings.note(&self.shared.rings, usize::from(queue), vring);
+        let mut state = vring.get_mut();
         let next = state.get_queue_mut().iter(self.memory.memory()).map(|mut chains| chains.next());
         drop(state);
         // An index that jumped or a ring outside of memory. The driver is broken and only its own device stops.
@@ -127,7 +136,7 @@ impl VsockBackend {
     /// Takes packets from the guest until its queue is empty or the turn is over; true if chains may be left.
     fn serve_tx(&mut self, vring: &VringMutex) -> bool {
         for served in 0..CHAINS_PER_TURN {
-            let Some(chain) = self.next_chain(vring) else {
+            let Some(chain) = self.next_chain(TX, vring) else {
                 if served > 0 {
                     self.signal(vring);
                 }
@@ -156,7 +165,7 @@ impl VsockBackend {
     /// Puts packets into the guest's buffers until either runs out or the turn is over; true if both may be left.
     fn serve_rx(&mut self, vring: &VringMutex) -> bool {
         for served in 0..CHAINS_PER_TURN {
-            let chain = if self.shared.muxer().has_packet() { self.next_chain(vring) } else { None };
+            let chain = if self.shared.muxer().has_packet() { self.next_chain(RX, vring) } else { None };
             let Some(chain) = chain else {
                 if served > 0 {
                     self.signal(vring);
@@ -210,6 +219,7 @@ impl Backend for VsockBackend {
 
     fn end(&mut self) {
         self.ended = true;
+        self.rings.clear(&self.shared.rings);
         self.end_connections(EndReason::FrontEndGone);
     }
 }
@@ -231,10 +241,7 @@ impl VhostUserBackendMut for VsockBackend {
     }
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
-        VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        PROTOCOL_FEATURES
     }
 
     fn set_event_idx(&mut self, _enabled: bool) {}
@@ -249,9 +256,7 @@ impl VhostUserBackendMut for VsockBackend {
 
     fn update_memory(&mut self, memory: GuestMemoryAtomic<GuestMemoryMmap>) -> io::Result<()> {
         self.memory = memory;
-        let regions = memory::regions(&self.memory.memory())?;
-        self.events.emit_and_wait(|done| DeviceEvent::MemoryMap { regions, done });
-        Ok(())
+        self.events.memory_map(&self.memory)
     }
 
     fn reset_device(&mut self) {

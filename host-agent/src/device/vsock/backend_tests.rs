@@ -43,6 +43,7 @@ impl Rig {
         let atomic = GuestMemoryAtomic::new(memory.clone());
         let shared = Arc::new(Shared {
             control: Arc::new(Control::new("test".into()).unwrap()),
+            rings: Arc::default(),
             guest_cid: 3,
             muxer: Mutex::new(Muxer::new(3, PORT)),
         });

@@ -1,6 +1,6 @@
 //! What passed through one vsock device since it was made. Never reset.
 
-use super::fault::Fault;
+use super::fault::{Fault, FaultCounts};
 
 /// A copy of a device's counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -15,17 +15,17 @@ pub struct Counters {
     pub bytes_sent: u64,
     /// Connections that were accepted.
     pub connections_accepted: u64,
-    refused: [u64; Fault::ALL.len()],
+    refused: FaultCounts,
 }
 
 impl Counters {
     /// How often `fault` was met.
     #[must_use]
     pub fn refused(&self, fault: Fault) -> u64 {
-        self.refused[fault as usize]
+        self.refused.of(fault)
     }
 
     pub(super) fn refuse(&mut self, fault: Fault) {
-        self.refused[fault as usize] += 1;
+        self.refused.count(fault);
     }
 }

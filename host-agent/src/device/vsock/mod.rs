@@ -28,7 +28,7 @@ use self::backend::VsockBackend;
 use self::fault::Fault;
 use self::muxer::Muxer;
 use super::serve::{Control, Device, Events};
-use super::{ConnectionId, DeviceEvent, ListenError};
+use super::{ConnectionId, DeviceEvent, ListenError, Rings};
 
 /// CID a guest gets unless the operator says otherwise: the first that is not reserved (0 hypervisor, 1 local, 2 host).
 pub const DEFAULT_GUEST_CID: u64 = 3;
@@ -47,6 +47,8 @@ pub struct VsockConfig {
     pub guest_cid: u64,
     /// The port to listen on, `fpr_protocol::PORT`.
     pub port: u32,
+    /// The rings of all devices of the VM.
+    pub rings: Arc<Rings>,
 }
 
 /// Why a device could not be made.
@@ -95,6 +97,7 @@ pub fn spawn(config: VsockConfig) -> Result<(DeviceHandle, mpsc::Receiver<Device
     let socket = super::listen::bind_listener(&config.socket)?;
     let shared = Arc::new(Shared {
         control: Arc::new(Control::new(config.vm.clone()).map_err(os)?),
+        rings: Arc::clone(&config.rings),
         guest_cid: config.guest_cid,
         muxer: Mutex::new(Muxer::new(config.guest_cid, config.port)),
     });
@@ -174,6 +177,7 @@ impl std::fmt::Debug for DeviceHandle {
 /// What the threads of a device and its handles share.
 struct Shared {
     control: Arc<Control>,
+    rings: Arc<Rings>,
     guest_cid: u64,
     /// Locked for single steps only, never while anything waits.
     muxer: Mutex<Muxer>,
