@@ -2,7 +2,9 @@
 
 use crate::daemon::{Daemon, host_agent};
 use serde_json::Value;
-use std::process::Output;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Output};
 
 fn memory(arguments: &[&str]) -> Output {
     host_agent().arg("memory").args(arguments).output().unwrap()
@@ -66,6 +68,38 @@ fn vms_are_named_by_the_daemon() {
     let output = memory(&["web3", "--control", control]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("no VM web3; there are: web1, web2"), "{}", stderr(&output));
+}
+
+/// Process 1 is somebody else's: its resident set is public, its page tables are not.
+#[test]
+fn without_rights_the_reason_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    // Under its own path the other user may not reach the binary.
+    let binary = dir.path().join("fpr-host-agent");
+    std::fs::copy(host_agent().get_program(), &binary).unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(&binary);
+    command.current_dir("/").args(["memory", "--pid", "1", "--json"]);
+    for method in ["rss", "pss", "ksm", "backing"] {
+        command.args(["--method", method]);
+    }
+    if nix::unistd::geteuid().is_root() {
+        command.uid(65534).gid(65534);
+    }
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut public = 0;
+    for row in report["vms"][0]["readings"].as_array().unwrap() {
+        if row["bytes"].is_u64() {
+            public += 1;
+            assert_eq!(row["method"], "rss", "{row}");
+        } else {
+            assert_eq!(row["reason"], "not-permitted", "{row}");
+            assert!(row["detail"].as_str().unwrap().contains("CAP_SYS_PTRACE"), "{row}");
+        }
+    }
+    assert!(public > 0, "{report:#}");
 }
 
 #[test]

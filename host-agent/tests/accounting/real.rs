@@ -111,6 +111,22 @@ fn private_memory_has_no_backing() {
     assert!(absent.detail.contains("share=on"), "{absent}");
 }
 
+/// Exited and not reaped: its files are there and say nothing.
+#[test]
+fn a_zombie_has_no_figures() {
+    let mut child = Command::new("true").spawn().unwrap();
+    let subject = Subject { pid: Some(i32::try_from(child.id()).unwrap()), ..Subject::default() };
+    let mut reader = Reader::new(&Roots::default(), &subject);
+    crate::daemon::poll("it exits", || reader.read(Method::Rss).map_or_else(Ok, Err));
+    // Pid, and so the zombie, is there until it is waited for.
+    for method in [Method::Rss, Method::Swap, Method::Pss, Method::Thp] {
+        for reading in [reader.read(method), Reader::new(&Roots::default(), &subject).read(method)] {
+            assert_eq!(reading.unwrap_err().reason, AbsentReason::NoProcess, "{method:?}");
+        }
+    }
+    child.wait().unwrap();
+}
+
 /// A reader must not keep the memory of a VM alive that is gone.
 #[test]
 fn memory_files_are_not_held() {

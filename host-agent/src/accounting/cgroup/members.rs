@@ -62,6 +62,12 @@ pub(super) fn processes(directories: &[PathBuf]) -> Result<Vec<i32>, Absent> {
                 let shown: String = line.chars().take(32).collect();
                 Absent::new(AbsentReason::Malformed, format!("{}: {shown:?} is no pid", path.display()))
             })?;
+            // That is what the kernel shows for one outside of the reader's pid namespace.
+            if pid == 0 {
+                let detail =
+                    format!("{} holds a process of another pid namespace: run this in the host's", path.display());
+                return Err(Absent::new(AbsentReason::NoCgroup, detail));
+            }
             pids.push(pid);
         }
         if pids.len() > MAX_PROCESSES {
@@ -70,6 +76,25 @@ pub(super) fn processes(directories: &[PathBuf]) -> Result<Vec<i32>, Absent> {
         }
     }
     Ok(pids)
+}
+
+/// Checks that processes without a directory in /proc have exited: a mount of /proc with `hidepid` hides others' as well,
+/// and then nobody can say what they are or have.
+pub(super) fn check_exited(directories: &[PathBuf], missing: &[i32]) -> Result<(), Absent> {
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let now = processes(directories)?;
+    match missing.iter().find(|pid| now.contains(pid)) {
+        Some(pid) => {
+            let detail = format!(
+                "process {pid} of the cgroup is not shown in /proc, which is mounted with hidepid: run as root or in the \
+                 group of its option gid"
+            );
+            Err(Absent::new(AbsentReason::NotPermitted, detail))
+        }
+        None => Ok(()),
+    }
 }
 
 fn is_gone(error: &io::Error) -> bool {
@@ -107,17 +132,22 @@ impl Member {
 
 /// Checks that the cgroup holds the process `pid`, and nothing but what belongs to it.
 pub(super) fn check_is_of(roots: &Roots, cgroup: &Cgroup, pid: i32) -> Result<(), Absent> {
-    let pids = processes(&subtree(&cgroup.directory())?)?;
+    let directories = subtree(&cgroup.directory())?;
+    let pids = processes(&directories)?;
     let shown = cgroup.path.display();
     if !pids.contains(&pid) {
         let detail =
             format!("the process is not listed in its cgroup {shown}: it has just moved or exited; read again");
         return Err(Absent::new(AbsentReason::NoCgroup, detail));
     }
-    let mut members = BTreeMap::new();
+    let (mut members, mut missing) = (BTreeMap::new(), Vec::new());
     for other in pids.into_iter().filter(|other| *other != pid) {
-        members.extend(Member::look(roots, other)?.map(|member| (other, member)));
+        match Member::look(roots, other)? {
+            Some(member) => drop(members.insert(other, member)),
+            None => missing.push(other),
+        }
     }
+    check_exited(&directories, &missing)?;
     let helpers_are_its_own = is_named_for_a_vm(cgroup);
     for (other, member) in members.iter().filter(|(_, member)| member.has_memory) {
         if descends(&members, *other, pid) || (helpers_are_its_own && !member.is_vmm()) {

@@ -145,11 +145,15 @@ impl VmCgroup {
 
     /// Resident sets of all processes in it, added up.
     pub(super) fn resident(&self, roots: &Roots, kernel: &Kernel) -> Result<Measured, Absent> {
-        let pids = members::processes(&members::subtree(&self.cgroup.directory())?)?;
-        let (mut bytes, mut bound, mut counted) = (0_u64, None, 0_u64);
+        let directories = members::subtree(&self.cgroup.directory())?;
+        let pids = members::processes(&directories)?;
+        let (mut bytes, mut bound, mut counted, mut missing) = (0_u64, None, 0_u64, Vec::new());
         for pid in pids {
             let path = roots.proc.join(pid.to_string()).join("statm");
             let measured = fs::read_to_string(&path).map_err(|error| {
+                if error.kind() == std::io::ErrorKind::NotFound {
+                    missing.push(pid);
+                }
                 Absent::unreadable(&path, &error, (AbsentReason::NoProcess, "the process has exited"))
             });
             let measured = match measured.and_then(|text| rss_of_statm(&text, &path, kernel)) {
@@ -164,6 +168,7 @@ impl VmCgroup {
                 bound = Some(bound.unwrap_or(0_u64).saturating_add(error_bound_bytes));
             }
         }
+        members::check_exited(&directories, &missing)?;
         if counted == 0 {
             let detail = format!("the cgroup {} holds no process: the VM has exited", self.path().display());
             return Err(Absent::new(AbsentReason::NoProcess, detail));
