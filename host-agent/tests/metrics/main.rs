@@ -9,6 +9,7 @@ mod daemon;
 #[path = "../mock_guest/mod.rs"]
 mod mock_guest;
 
+mod board;
 mod docs;
 mod http;
 mod scenarios;
