@@ -249,9 +249,9 @@ fn status_is_a_table_for_people_and_json_for_programs() {
     assert_eq!(table.status.code(), Some(0));
     let text = stdout(&table);
     let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-    let header = "VM PID AGENT KERNEL SIZE BACKED CLAIMED DROPPED REFUSED BACK GATES";
+    let header = "VM PID AGENT KERNEL SIZE BACKED COST CLAIMED DROPPED REFUSED BACK GATES";
     assert_eq!(rows[0].join(" "), header);
-    assert_eq!(rows[1], ["web1", "-", "absent", "-", "-", "-", "-", "0", "0", "-", "open"]);
+    assert_eq!(rows[1], ["web1", "-", "absent", "-", "-", "-", "-", "-", "0", "0", "-", "open"]);
     assert_eq!(rows[2][0], "db");
     assert_eq!(rows.len(), 3, "{text}");
 

@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 use std::fmt::Write;
 
 /// Longest name of a VM that is shown in full; the table has to fit 120 columns.
-const MAX_NAME: usize = 24;
+const MAX_NAME: usize = 16;
 
 /// One column.
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +59,7 @@ pub const COLUMNS: &[Column] = &[
     left("KERNEL", Shows::Kernel),
     right("SIZE", Shows::Bytes("fpr_memory_size_bytes")),
     right("BACKED", Shows::Bytes("fpr_memory_backed_bytes")),
+    right("COST", Shows::Bytes("fpr_cost_high_bytes")),
     right("CLAIMED", Shows::Difference(USED)),
     right("DROPPED", Shows::Bytes("fpr_dropped_bytes_total")),
     right("REFUSED", Shows::Bytes("fpr_refused_bytes_total")),
@@ -262,6 +263,11 @@ pub fn details(vm: &Value) -> Vec<String> {
         lines.push(format!("{name}: {gate}: {detail}"));
     }
     let bytes = |value: &Value| value.as_f64().map_or("-".to_owned(), size);
+    let budget = &vm["accounting"]["budget"];
+    if let Some(state @ ("over" | "unconfirmed")) = budget["state"].as_str() {
+        let (cost, limit) = (bytes(&budget["cost_bytes"]), bytes(&budget["budget_bytes"]));
+        lines.push(format!("{name}: budget: {state}: costs {cost} of {limit}"));
+    }
     for (source, of) in vm["counters"]["sources"].as_object().into_iter().flatten() {
         if of["reported_bytes"].as_u64().is_some_and(|reported| reported > 0) {
             let (dropped, reported) = (bytes(&of["dropped_bytes"]), bytes(&of["reported_bytes"]));
@@ -326,11 +332,15 @@ mod tests {
         let cells: Vec<&str> = lines[1].split_whitespace().collect();
         assert_eq!(
             cells,
-            ["web1", "4711", "active", "reporting", "1G", "300M", "250M", "32M", "8M", "25%", "operator"],
+            ["web1", "4711", "active", "reporting", "1G", "300M", "320M", "250M", "32M", "8M", "25%", "operator"],
             "{text}"
         );
-        assert!(lines[2].starts_with(&format!("{}…  4711", "x".repeat(23))), "{text}");
-        for line in ["web1: operator: backup at noon", "web1: agent-offlined: dropped 8M of 10M"] {
+        assert!(lines[2].starts_with(&format!("{}…  4711", "x".repeat(15))), "{text}");
+        for line in [
+            "web1: operator: backup at noon",
+            "web1: budget: over: costs 305M of 256M",
+            "web1: agent-offlined: dropped 8M of 10M",
+        ] {
             assert!(text.contains(line), "{text}");
         }
     }
@@ -339,7 +349,7 @@ mod tests {
     fn what_is_not_known_is_a_dash_and_sorts_last() {
         let vm = serde_json::json!({"name": "a", "agent": {"state": "absent"}, "gates": [], "counters": {}});
         let cells: Vec<String> = COLUMNS.iter().map(|column| column.cell(&vm).text).collect();
-        assert_eq!(cells, ["a", "-", "absent", "-", "-", "-", "-", "-", "-", "-", "open"]);
+        assert_eq!(cells, ["a", "-", "absent", "-", "-", "-", "-", "-", "-", "-", "-", "open"]);
         let mut keys = [Key::Unknown, Key::Number(1.0), Key::Text("b".into()), Key::Number(2.0), Key::Text("a".into())];
         keys.sort_by(Key::order);
         assert_eq!(

@@ -162,9 +162,12 @@ mod tests {
         let (lines, _) = painted(&top, 130, 24);
         assert_eq!(lines[0], "fpr 0.1.0, pid 7, 3 VMs");
         let header: Vec<&str> = lines[1].split_whitespace().collect();
-        assert_eq!(header.join(" "), "VM AGENT KERNEL SIZE BACKED CLAIMED DROPPED BACK DROP/S BACK/S HISTORY GATES");
+        assert_eq!(
+            header.join(" "),
+            "VM AGENT KERNEL SIZE BACKED COST CLAIMED DROPPED BACK DROP/S BACK/S HISTORY GATES"
+        );
         let row: Vec<&str> = lines[2].split_whitespace().collect();
-        assert_eq!(row.join(" "), "vm0 active reporting 1G 300M 250M 32M 25% 0 0 ▃▃ operator", "{lines:#?}");
+        assert_eq!(row.join(" "), "vm0 active reporting 1G 300M 320M 250M 32M 25% 0 0 ▃▃ operator", "{lines:#?}");
         assert!(lines.iter().any(|line| line == "vm0: operator: backup at noon"), "{lines:#?}");
         assert_eq!(lines[23], KEYS);
         top.act(Do::Down);
@@ -190,9 +193,9 @@ mod tests {
             painted(&top, width, height);
         }
         // Names give way before figures do.
-        let (lines, _) = painted(&top, 112, 20);
+        let (lines, _) = painted(&top, 118, 20);
         let row: Vec<&str> = lines[2].split_whitespace().collect();
-        assert!(row[2] == "reporting" && row[10].ends_with('▃') && row[11] == "open", "{lines:#?}");
+        assert!(row[2] == "reporting" && row[11].ends_with('▃') && row[12] == "open", "{lines:#?}");
         top.failed("no answer from the daemon".to_owned());
         let (lines, _) = painted(&top, 100, 20);
         assert!(lines[0].ends_with(": no answer from the daemon"), "{lines:#?}");
