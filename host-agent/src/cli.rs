@@ -6,6 +6,7 @@ use crate::control::MAX_DRAIN_WAIT;
 use crate::top::{self, Top};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use fpr_protocol::ByteSize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -114,6 +115,18 @@ pub enum Command {
         #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
         control: PathBuf,
     },
+    /// Add, remove and list VMs while the daemon runs
+    Vm {
+        /// What to do.
+        #[command(subcommand)]
+        command: VmCommand,
+    },
+    /// Read the configuration again, as SIGHUP does, and say what has changed
+    Reload {
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
     /// Take back `inhibit`
     Resume {
         /// Name of the VM
@@ -145,6 +158,51 @@ pub struct MemoryArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// The subcommands of `vm`.
+#[derive(Debug, Subcommand)]
+pub enum VmCommand {
+    /// Serve one more VM until it is removed or the daemon ends
+    Add {
+        /// Its name
+        name: String,
+        /// The socket of its vsock device; with neither socket, both devices are in its folder of the VM directory
+        #[arg(long, value_name = "PATH")]
+        socket: Option<PathBuf>,
+        /// The socket of its balloon device
+        #[arg(long, value_name = "PATH")]
+        balloon: Option<PathBuf>,
+        /// The guest's vsock CID [default: 3]
+        #[arg(long, value_name = "CID")]
+        guest_cid: Option<u64>,
+        /// Raise an alarm when it costs its host more, like 6G
+        #[arg(long, value_name = "SIZE")]
+        budget: Option<ByteSize>,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
+    /// Serve a VM no more; refused while a front end is connected
+    Remove {
+        /// Its name
+        name: String,
+        /// Cut off its front end
+        #[arg(long)]
+        force: bool,
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+    },
+    /// Which VMs there are, who wants each of them, and what it is doing
+    List {
+        /// The daemon's control socket
+        #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL)]
+        control: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// What `serve` and `validate` take.

@@ -3,6 +3,7 @@
 //! ```toml
 //! control = "/run/fpr/host.sock"
 //! metrics = "unix:/run/fpr/metrics.sock"  # or IP:PORT; absent: no /metrics
+//! directory = "/run/fpr/vm"               # every folder in it is a VM
 //!
 //! [vm.web1]
 //! socket = "/run/fpr/web1.sock"           # vsock device, for the guest's agent
@@ -15,7 +16,7 @@
 
 use crate::device::vsock::DEFAULT_GUEST_CID;
 use crate::metrics::MetricsAddress;
-use crate::vm::VmConfig;
+use crate::vm::{Origin, VmConfig};
 use fpr_protocol::ByteSize;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -69,6 +70,7 @@ pub enum ConfigError {
 struct File {
     control: Option<PathBuf>,
     metrics: Option<MetricsAddress>,
+    directory: Option<PathBuf>,
     #[serde(default)]
     vm: BTreeMap<String, FileVm>,
 }
@@ -95,6 +97,8 @@ pub struct Config {
     pub control: PathBuf,
     /// Where Prometheus scrapes; nowhere unless configured.
     pub metrics: Option<MetricsAddress>,
+    /// Every folder in it is a VM.
+    pub directory: Option<PathBuf>,
     /// The VMs, by name.
     pub vms: Vec<VmConfig>,
 }
@@ -119,10 +123,14 @@ impl Config {
     /// See [`ConfigError`].
     pub fn load(flags: &Flags) -> Result<Self, ConfigError> {
         let path = flags.config.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_PATH));
-        let file = match std::fs::read_to_string(&path) {
+        let mut told = true;
+        let file: File = match std::fs::read_to_string(&path) {
             Ok(text) => toml::from_str(&text)
                 .map_err(|source| ConfigError::Parse { path: path.clone(), source: Box::new(source) })?,
-            Err(error) if flags.config.is_none() && error.kind() == std::io::ErrorKind::NotFound => File::default(),
+            Err(error) if flags.config.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
+                told = !flags.vms.is_empty() || !flags.balloons.is_empty();
+                File::default()
+            }
             Err(source) => return Err(ConfigError::Read { path, source }),
         };
         let mut vms = Vec::new();
@@ -133,10 +141,7 @@ impl Config {
                 check_socket(socket, &place)?;
             }
             (config.socket, config.balloon) = (vm.socket, vm.balloon);
-            if !(3..u64::from(u32::MAX)).contains(&vm.guest_cid) {
-                let what = format!("guest_cid {} is reserved: use a number from 3 to 4294967294", vm.guest_cid);
-                return Err(ConfigError::Value { place, what });
-            }
+            check_cid(vm.guest_cid, &place)?;
             config.guest_cid = vm.guest_cid;
             config.inhibit = vm.inhibit;
             if vm.budget == Some(ByteSize(0)) {
@@ -148,7 +153,7 @@ impl Config {
         }
         for flag in &flags.vms {
             let (name, socket, place) = name_and_socket("--vm", flag)?;
-            vms.push(VmConfig { socket: Some(socket), ..new_vm(name, &place)? });
+            vms.push(VmConfig { socket: Some(socket), origin: Origin::Flag, ..new_vm(name, &place)? });
         }
         for flag in &flags.balloons {
             let (name, socket, place) = name_and_socket("--balloon", flag)?;
@@ -159,11 +164,19 @@ impl Config {
                     return Err(ConfigError::Value { place, what });
                 }
                 Some(vm) => vm.balloon = Some(socket),
-                None => vms.push(VmConfig { balloon: Some(socket), ..new_vm(name, &place)? }),
+                None => {
+                    vms.push(VmConfig { balloon: Some(socket), origin: Origin::Flag, ..new_vm(name, &place)? });
+                }
             }
         }
+        if !told {
+            let what = "no VM: write that file, empty if VMs will be added later, or say --vm NAME=SOCKET or \
+                        --balloon NAME=SOCKET"
+                .to_owned();
+            return Err(ConfigError::Value { place: path.display().to_string(), what });
+        }
         let control = flags.control.clone().or(file.control).unwrap_or_else(|| PathBuf::from(DEFAULT_CONTROL));
-        let config = Self { control, metrics: file.metrics, vms };
+        let config = Self { control, metrics: file.metrics, directory: file.directory, vms };
         config.check(&path)?;
         Ok(config)
     }
@@ -171,10 +184,8 @@ impl Config {
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
         let error = |what| ConfigError::Value { place: path.display().to_string(), what };
         check_socket(&self.control, "control")?;
-        if self.vms.is_empty() {
-            return Err(error(
-                "no VM: add a [vm.NAME] table, or say --vm NAME=SOCKET or --balloon NAME=SOCKET".to_owned(),
-            ));
+        if let Some(directory) = self.directory.as_deref() {
+            check_directory(directory, &path.display().to_string())?;
         }
         let mut sockets: BTreeMap<&Path, &str> = BTreeMap::from([(self.control.as_path(), "control")]);
         if let Some(MetricsAddress::Unix(socket)) = &self.metrics {
@@ -202,10 +213,78 @@ impl Config {
     }
 }
 
+/// The VM of a command.
+///
+/// # Errors
+/// Its name, a path or the CID cannot be used.
+pub fn commanded(
+    name: &str,
+    (socket, balloon): (Option<PathBuf>, Option<PathBuf>),
+    guest_cid: Option<u64>,
+) -> Result<VmConfig, ConfigError> {
+    let mut config = new_vm(name, "vm add")?;
+    for socket in socket.iter().chain(&balloon) {
+        check_socket(socket, "vm add")?;
+    }
+    config.origin = Origin::Command;
+    (config.socket, config.balloon) = (socket, balloon);
+    if let Some(cid) = guest_cid {
+        check_cid(cid, "vm add")?;
+        config.guest_cid = cid;
+    }
+    Ok(config)
+}
+
+/// The VM of a folder in the VM directory.
+///
+/// # Errors
+/// The folder's name is no VM name, or too long for its sockets.
+pub fn of_directory(directory: &Path, name: &str) -> Result<VmConfig, ConfigError> {
+    let place = directory.join(name).display().to_string();
+    let mut config = new_vm(name, &place)?;
+    config.origin = Origin::Directory;
+    let [socket, balloon] = [VSOCK_IN_DIRECTORY, BALLOON_IN_DIRECTORY].map(|file| directory.join(name).join(file));
+    check_socket(&balloon, &place)?;
+    (config.socket, config.balloon) = (Some(socket), Some(balloon));
+    Ok(config)
+}
+
+/// Names of the sockets in a VM's folder.
+pub const VSOCK_IN_DIRECTORY: &str = "vsock.sock";
+/// The balloon device's.
+pub const BALLOON_IN_DIRECTORY: &str = "balloon.sock";
+
+fn check_cid(cid: u64, place: &str) -> Result<(), ConfigError> {
+    if (3..u64::from(u32::MAX)).contains(&cid) {
+        return Ok(());
+    }
+    let what = format!("guest_cid {cid} is reserved: use a number from 3 to 4294967294");
+    Err(ConfigError::Value { place: place.to_owned(), what })
+}
+
+fn check_directory(directory: &Path, place: &str) -> Result<(), ConfigError> {
+    let what = if !directory.is_absolute() {
+        format!(
+            "directory {} is relative: the VMM may run in another directory, use an absolute one",
+            directory.display()
+        )
+    } else if directory.join("x").join(BALLOON_IN_DIRECTORY).as_os_str().len() > MAX_SOCKET_PATH {
+        format!(
+            "directory {} leaves no room for VM names: a socket path has at most {MAX_SOCKET_PATH} bytes, choose a shorter one",
+            directory.display()
+        )
+    } else {
+        return Ok(());
+    };
+    Err(ConfigError::Value { place: place.to_owned(), what })
+}
+
 /// A VM that has no device yet.
 fn new_vm(name: &str, place: &str) -> Result<VmConfig, ConfigError> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if name.is_empty() || name.len() > MAX_VM_NAME || !name.chars().all(allowed) {
+    // `.` and `..` would be other folders of the VM directory.
+    let dots = name.chars().all(|c| c == '.');
+    if dots || name.len() > MAX_VM_NAME || !name.chars().all(allowed) {
         let what = format!("{name:?} is no VM name: use 1 to {MAX_VM_NAME} letters, digits, '-', '_' and '.'");
         return Err(ConfigError::Value { place: place.to_owned(), what });
     }
@@ -306,7 +385,8 @@ mod tests {
             ("control = \"/m\"\nmetrics = \"unix:/m\"\n", &["a=/x"], &["/m is the socket of control and of metrics"]),
             ("metrics = \"unix:/m\"\n", &["a=/m"], &["/m is the socket of metrics and of a"]),
             ("[vm.a]\nsocket = \"/a\"\nguest_cid = 2\n", &[], &["vm.a", "guest_cid 2", "from 3"]),
-            ("", &[], &["no VM", "--vm NAME=SOCKET"]),
+            ("directory = \"vms\"\n", &[], &["host.toml", "directory vms", "relative"]),
+            ("", &["..=/x"], &["no VM name"]),
             ("", &["a"], &["--vm a", "NAME=SOCKET"]),
             ("", &["a=/x", "a=/y"], &["VM a is there twice"]),
             ("", &["a=/x", "b=/x"], &["/x is the socket of a and of b"]),
@@ -320,6 +400,18 @@ mod tests {
         }
         let long = format!("a=/{}", "x".repeat(120));
         assert!(load("", &[&long]).unwrap_err().contains("121 bytes"));
+    }
+
+    #[test]
+    fn a_file_without_a_vm_is_fine_and_nothing_at_all_is_not() {
+        assert!(load("", &[]).unwrap().vms.is_empty());
+        let config = load("directory = \"/run/fpr/vm\"\n", &[]).unwrap();
+        let vm = of_directory(config.directory.as_deref().unwrap(), "web1").unwrap();
+        assert_eq!(vm.balloon.unwrap(), Path::new("/run/fpr/vm/web1/balloon.sock"));
+        if !Path::new(DEFAULT_PATH).exists() {
+            let error = Config::load(&Flags::default()).unwrap_err().to_string();
+            assert!(error.contains(DEFAULT_PATH) && error.contains("--vm NAME=SOCKET"), "{error}");
+        }
     }
 
     #[test]

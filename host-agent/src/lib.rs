@@ -1,7 +1,7 @@
 //! The host side of fpr: takes reports of free guest memory and drops its backing, or says by name why not.
 //!
 //! Process model, data flow and trust boundary are in `ARCHITECTURE.md`. Layers, each knowing only those below it:
-//! `serve` and `control` (the daemon) → `vm` (one task per VM) → `session` (pure decisions) and `device`, `backing`,
+//! `serve` and `control` (the daemon) → `fleet` (all VMs) → `vm` (one task per VM) → `session` (pure decisions) and `device`, `backing`,
 //! `process` (I/O).
 
 #![deny(unsafe_code)]
@@ -14,6 +14,7 @@ pub mod control;
 pub mod device;
 pub mod doctor;
 pub mod fields;
+pub mod fleet;
 pub mod kvm;
 pub mod log_limit;
 pub mod metrics;

@@ -40,13 +40,14 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Memory(arguments) => return command::memory::run(&arguments),
         Command::Serve { flags, log_format, log_level } => {
             start_log(log_format, &log_level)?;
-            let config = Config::load(&Flags::from(flags))?;
+            let flags = Flags::from(flags);
+            let config = Config::load(&flags)?;
             let runtime = tokio::runtime::Builder::new_multi_thread()
                 .worker_threads(2)
                 .enable_all()
                 .build()
                 .context("cannot start the runtime")?;
-            let served = runtime.block_on(serve(config));
+            let served = runtime.block_on(serve(config, flags));
             // A precise read of a large process may still go on; nobody wants it any more.
             runtime.shutdown_timeout(Duration::from_secs(1));
             Ok(served?)
@@ -75,6 +76,8 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             let drained = control::ask(&control, &control::Command::Drain { vm: vm.clone(), wait_s: wait })?;
             print(&render::drained(&vm, &drained))
         }
+        Command::Vm { command } => command::vm::run(command),
+        Command::Reload { control } => command::vm::reload(&control),
         Command::Resume { vm, control } => {
             control::ask(&control, &control::Command::Resume { vm })?;
             Ok(())

@@ -1,34 +1,23 @@
-//! The daemon: VMs from the configuration, the control socket, signals.
+//! The daemon: VMs from the configuration, the control socket, signals, the service manager.
 
 use crate::accounting::Roots;
 use crate::accounting::task::{self, Watched};
-use crate::config::Config;
+use crate::config::{Config, Flags};
 use crate::control;
 use crate::device::{ListenError, bind_listener};
+use crate::fleet::{self, Fleet, FleetError};
 use crate::metrics;
-use crate::vm::{self, VmHandle};
-use std::collections::HashMap;
-use std::sync::Arc;
-use std::time::Duration;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::task::JoinHandle;
-use tracing::info;
-
-/// How long a VM may take to finish a drop when the daemon stops. Then the process ends and its drops with it.
-const STOP_DEADLINE: Duration = Duration::from_secs(10);
+use tracing::{info, warn};
 
 /// Why the daemon cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// A VM's socket, threads or CID.
-    #[error("VM {vm}")]
-    Vm {
-        /// Its name.
-        vm: String,
-        /// Why.
-        #[source]
-        source: vm::SpawnError,
-    },
+    /// A VM's socket, threads or CID, or the VM directory.
+    #[error(transparent)]
+    Fleet(#[from] FleetError),
     /// The control socket.
     #[error("control socket")]
     Control(#[from] ListenError),
@@ -40,81 +29,72 @@ pub enum ServeError {
     Os(#[from] std::io::Error),
 }
 
-/// Runs until SIGTERM or SIGINT.
+/// Runs until SIGTERM or SIGINT. `flags` are what the configuration was read with; SIGHUP reads it so again.
 ///
 /// # Errors
 /// See [`ServeError`]; nothing is left behind.
-pub async fn serve(config: Config) -> Result<(), ServeError> {
+pub async fn serve(config: Config, flags: Flags) -> Result<(), ServeError> {
+    raise_descriptor_limit();
     let (listener, _socket_file) = bind_listener(&config.control)?;
     listener.set_nonblocking(true)?;
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let metrics = config.metrics.as_ref().map(metrics::Listener::bind).transpose()?;
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut hangup = signal(SignalKind::hangup())?;
 
-    let mut handles: Vec<VmHandle> = Vec::new();
-    let mut tasks: Vec<JoinHandle<()>> = Vec::new();
-    let mut failed = None;
-    let memory_files = Arc::default();
-    let budgets: HashMap<String, u64> =
-        config.vms.iter().filter_map(|vm| Some((vm.name.clone(), vm.budget_bytes?))).collect();
-    for mut vm in config.vms {
-        vm.memory_files = Arc::clone(&memory_files);
-        let name = vm.name.clone();
-        let [socket, balloon] =
-            [&vm.socket, &vm.balloon].map(|path| path.as_ref().map(|path| path.display().to_string()));
-        match vm::spawn(vm) {
-            Ok((handle, task)) => {
-                info!(vm = name, socket, balloon, "waiting for a front end");
-                handles.push(handle);
-                tasks.push(task);
+    let fleet = Fleet::start(&config).await?;
+    let control = tokio::spawn(control::serve(listener, fleet.clone(), flags.clone()));
+    let scraped = fleet.clone();
+    let metrics = metrics.map(|listener| {
+        tokio::spawn(metrics::serve(listener, move || {
+            let fleet = scraped.clone();
+            async move { control::status(&fleet).await }
+        }))
+    });
+    let watched = fleet.clone();
+    let accounting = tokio::spawn(task::run(Roots::default(), move || {
+        let view = watched.view();
+        let watched = view.members.iter().filter_map(|member| {
+            let budget_bytes = member.config.as_ref().and_then(|config| config.budget_bytes);
+            Some(Watched { handle: member.handle.clone()?, budget_bytes })
+        });
+        watched.collect()
+    }));
+    info!(control = %config.control.display(), vms = fleet.view().members.len(), "serving");
+    fleet::notify(&[NotifyState::Ready]);
+    loop {
+        tokio::select! {
+            _ = hangup.recv() => {
+                info!("SIGHUP: reading the configuration again");
+                // What came of it is in the log and in `status`.
+                let _ = control::reload(&fleet, &flags).await;
             }
-            Err(source) => {
-                failed = Some(ServeError::Vm { vm: name, source });
+            _ = terminate.recv() => {
+                info!("SIGTERM: stopping");
+                break;
+            }
+            _ = interrupt.recv() => {
+                info!("SIGINT: stopping");
                 break;
             }
         }
     }
-    if failed.is_none() {
-        let control = tokio::spawn(control::serve(listener, handles.clone().into()));
-        let metrics = metrics.map(|listener| {
-            let vms: Arc<[VmHandle]> = handles.clone().into();
-            tokio::spawn(metrics::serve(listener, move || {
-                let vms = Arc::clone(&vms);
-                async move { control::status(&vms).await }
-            }))
-        });
-        let watched = handles.clone();
-        let accounting = tokio::spawn(task::run(Roots::default(), move || {
-            let watched = watched.iter();
-            watched.map(|vm| Watched { handle: vm.clone(), budget_bytes: budgets.get(&vm.name).copied() }).collect()
-        }));
-        info!(control = %config.control.display(), vms = handles.len(), "serving");
-        tokio::select! {
-            _ = terminate.recv() => info!("SIGTERM: stopping"),
-            _ = interrupt.recv() => info!("SIGINT: stopping"),
-        }
-        accounting.abort();
-        control.abort();
-        if let Some(metrics) = metrics {
-            metrics.abort();
-        }
+    fleet::notify(&[NotifyState::Stopping]);
+    accounting.abort();
+    control.abort();
+    if let Some(metrics) = metrics {
+        metrics.abort();
     }
-    stop(&handles.into(), tasks).await;
-    failed.map_or(Ok(()), Err)
+    fleet.shut_down().await;
+    Ok(())
 }
 
-/// Stops all devices at once: running drops are finished or cancelled, descriptors are back with their guests.
-async fn stop(handles: &Arc<[VmHandle]>, tasks: Vec<JoinHandle<()>>) {
-    for handle in handles.iter() {
-        handle.shut_down().await;
-    }
-    let all = async {
-        for task in tasks {
-            // A task that panicked has ended, too.
-            let _ = task.await;
-        }
-    };
-    if tokio::time::timeout(STOP_DEADLINE, all).await.is_err() {
-        tracing::warn!("a VM did not stop within {} s", STOP_DEADLINE.as_secs());
+/// A VM with both devices and its memory takes about 40 descriptors, and the usual soft limit of 1,024 is there for
+/// programs that use select(2), which this one does not.
+fn raise_descriptor_limit() {
+    let raised =
+        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(errno) = raised {
+        warn!(error = %std::io::Error::from(errno), "cannot raise the limit of open files");
     }
 }

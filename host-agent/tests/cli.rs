@@ -75,7 +75,8 @@ fn wrong_configuration_exits_78_and_names_file_line_and_key() {
         ("control = [\n".to_owned(), vec!["line"]),
         ("[vm.web1]\n".to_owned(), vec!["web1", "no device", "socket", "balloon"]),
         (format!("control = \"/run/fpr/web1.sock\"\n{vm}"), vec!["/run/fpr/web1.sock", "control", "web1"]),
-        (String::new(), vec!["no VM", "[vm.NAME]", "--vm NAME=SOCKET"]),
+        ("directory = \"run/vm\"\n".to_owned(), vec!["directory run/vm", "relative", "absolute"]),
+        ("[vm.\"a/b\"]\nsocket = \"/run/a\"\n".to_owned(), vec!["a/b", "no VM name"]),
     ];
     for command in ["validate", "serve"] {
         for (text, words) in &cases {

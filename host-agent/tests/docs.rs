@@ -65,10 +65,13 @@ fn every_command_and_flag_is_documented() {
     let names = commands(&top);
     assert!(names.contains(&"serve") && names.len() >= 5, "{names:?}");
     assert_documented("docs/host-agent.md", &names);
-    for name in names {
-        let text = help(&[name]);
+    let nested = help(&["vm"]);
+    assert_documented("docs/host-agent.md", commands(&nested).iter().map(|name| format!("vm {name}")));
+    let nested = commands(&nested).into_iter().map(|name| vec!["vm", name]);
+    for name in names.into_iter().filter(|name| *name != "vm").map(|name| vec![name]).chain(nested) {
+        let text = help(&name);
         let flags = flags(&text);
-        assert!(flags.contains(&"--control"), "{name}: {flags:?}");
+        assert!(flags.contains(&"--control"), "{name:?}: {flags:?}");
         assert_documented("docs/host-agent.md", flags);
     }
 }

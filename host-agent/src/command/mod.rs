@@ -2,3 +2,4 @@
 
 pub(crate) mod memory;
 pub(crate) mod rank;
+pub(crate) mod vm;

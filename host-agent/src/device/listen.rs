@@ -5,10 +5,11 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, socket};
 use nix::sys::stat::{Mode, fchmod};
 
 /// Owner and group may connect: the group is how an operator lets the VMM's user in. Others may not, since a front end
@@ -77,7 +78,7 @@ pub(crate) fn bind_listener(path: &Path) -> Result<(UnixListener, SocketFile), L
     fchmod(&fd, SOCKET_MODE).map_err(|errno| os("restrict the mode of")(errno.into()))?;
     let address = UnixAddr::new(path).map_err(|errno| os("name")(errno.into()))?;
     bind(fd.as_raw_fd(), &address).map_err(|errno| match errno {
-        nix::errno::Errno::EADDRINUSE => ListenError::InUse { path: path.to_owned() },
+        Errno::EADDRINUSE => ListenError::InUse { path: path.to_owned() },
         errno => os("bind")(errno.into()),
     })?;
     let metadata = std::fs::symlink_metadata(path).map_err(os("inspect"))?;
@@ -96,15 +97,23 @@ fn remove_stale(path: &Path) -> Result<(), ListenError> {
     if !metadata.file_type().is_socket() {
         return Err(ListenError::NotASocket { path: path.to_owned() });
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-        Ok(_) => return Err(ListenError::InUse { path: path.to_owned() }),
-        Err(error) => return Err(os("probe")(error)),
+    match probe(path) {
+        Err(Errno::ECONNREFUSED) => {}
+        // EAGAIN: its backlog is full, so there is a listener.
+        Ok(()) | Err(Errno::EAGAIN) => return Err(ListenError::InUse { path: path.to_owned() }),
+        Err(errno) => return Err(os("probe")(errno.into())),
     }
     if metadata.uid() != nix::unistd::geteuid().as_raw() {
         return Err(ListenError::ForeignSocket { path: path.to_owned(), uid: metadata.uid() });
     }
     std::fs::remove_file(path).map_err(os("replace the dead"))
+}
+
+/// Connects without waiting: a listener that accepts nobody must not hold up the VMs of others.
+fn probe(path: &Path) -> nix::Result<()> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(fd.as_raw_fd(), &UnixAddr::new(path)?)
 }
 
 impl Drop for SocketFile {
@@ -123,6 +132,25 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_listener_with_a_full_backlog_is_in_use_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.sock");
+        let _first = bind_listener(&path).unwrap();
+        let mut waiting = Vec::new();
+        loop {
+            let flags = SockFlag::SOCK_NONBLOCK;
+            let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None).unwrap();
+            if connect(fd.as_raw_fd(), &UnixAddr::new(&path).unwrap()).is_err() {
+                break;
+            }
+            waiting.push(fd);
+        }
+
+        assert!(matches!(bind_listener(&path).unwrap_err(), ListenError::InUse { .. }));
+    }
 
     #[test]
     fn a_new_socket_is_private_and_goes_with_its_owner() {

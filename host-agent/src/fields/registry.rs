@@ -1,14 +1,20 @@
 //! The table of fields. Order is that of `/metrics` and docs/metrics.md.
 
 use super::{Field, Kind, Origin, Unit};
+use crate::fleet::State;
 
 /// Figures of the daemon.
+#[rustfmt::skip] // one line per field
 pub const DAEMON: &[Field] =
-    &[host("/version", "fpr_build_info", Kind::Info("version"), Unit::Count, "Version of the daemon")];
+    &[
+        host("/version", "fpr_build_info", Kind::Info("version"), Unit::Count, "Version of the daemon"),
+        host("/config_error", "fpr_config_outdated", Kind::Presence, Unit::Count, "Whether the daemon still has an older configuration than its file's, which is wrong"),
+    ];
 
 /// Figures of one VM; each has the label `vm` besides those of its path.
 #[rustfmt::skip] // one line per field
 pub const VM: &[Field] = &[
+    host("/state", "fpr_vm_state", Kind::State(&State::WORDS), Unit::Count, "What the daemon does with the VM"),
     host("/agent/state", "fpr_agent_state", Kind::State(&["absent", "fencing", "active"]), Unit::Count, "State of the guest agent's session"),
     host("/agent/regions_proven/0", "fpr_agent_regions_proven", Kind::Gauge, Unit::Count, "Memory regions that passed the address check of this session"),
     host("/agent/regions_proven/1", "fpr_agent_regions", Kind::Gauge, Unit::Count, "Memory regions of the session"),
@@ -95,6 +101,8 @@ pub const VM: &[Field] = &[
 pub const NO_METRIC: &[(&str, &str)] = &[
     ("/pid", "an identity; the service manager's metrics have it"),
     ("/name", "is the label vm"),
+    ("/origin", "configuration"),
+    ("/state_detail", "a text for people"),
     ("/front_end/pid", "an identity"),
     ("/front_end/uid", "an identity"),
     ("/{device=vsock|balloon}/front_end/pid", "an identity"),

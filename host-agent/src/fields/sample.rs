@@ -5,10 +5,12 @@ use crate::accounting::cost::{Basis, Estimate};
 use crate::accounting::watch::BudgetStatus;
 use crate::accounting::{Absent, AbsentReason, Figure, Precision};
 use crate::control::DaemonStatus;
+use crate::fleet::{Figures, State, VmReport};
 use crate::reporting::{QueueCounters, Refused};
 use crate::session::AgentStatus;
 use crate::session::counters::{Counters, MemorySource, SourceCounters};
 use crate::session::gates::{ClosedGate, GateSource};
+use crate::vm::Origin;
 use crate::vm::status::{
     BalloonClaims, BalloonStatus, FrontEnd, GateStatus, GuestClaims, Memory, VmStatus, VsockStatus,
 };
@@ -20,7 +22,18 @@ const MIB: u64 = 1 << 20;
 
 /// The daemon with one VM.
 pub(crate) fn daemon() -> DaemonStatus {
-    DaemonStatus { version: "0.1.0", pid: 7, vms: vec![vm("web1")] }
+    let config_error = Some("host.toml: line 3".to_owned());
+    DaemonStatus { version: "0.1.0", pid: 7, config_error, vms: vec![report("web1")] }
+}
+
+/// A VM as the daemon reports it.
+pub(crate) fn report(name: &str) -> VmReport {
+    VmReport {
+        figures: Figures::Answered(Box::new(vm(name))),
+        origin: Origin::Config,
+        state: State::Running,
+        state_detail: Some("waits for its front end to go".to_owned()),
+    }
 }
 
 /// A VM of 1 GiB with both devices and a closed gate.

@@ -154,6 +154,8 @@ impl Column {
                 let mut gates = label(name, "gate", vm);
                 gates.dedup();
                 match &gates[..] {
+                    // Nobody answered for it.
+                    [] if vm["gates"].is_null() => word(vm["state"].as_str().unwrap_or("?")),
                     [] => word("open"),
                     [gate] => word(gate),
                     [gate, others @ ..] => word(&format!("{gate} +{}", others.len())),
@@ -258,6 +260,9 @@ pub fn status(status: &Value) -> String {
 pub fn details(vm: &Value) -> Vec<String> {
     let name = vm["name"].as_str().unwrap_or("?");
     let mut lines = Vec::new();
+    if let Some(detail) = vm["state_detail"].as_str() {
+        lines.push(format!("{name}: {}: {detail}", vm["state"].as_str().unwrap_or("?")));
+    }
     for gate in vm["gates"].as_array().into_iter().flatten() {
         let (gate, detail) = (gate["gate"].as_str().unwrap_or("?"), gate["detail"].as_str().unwrap_or("?"));
         lines.push(format!("{name}: {gate}: {detail}"));
@@ -325,7 +330,7 @@ mod tests {
     fn the_table_fits_120_columns_and_shows_each_vm_in_order() {
         let mut daemon = sample::daemon();
         let long = "x".repeat(64);
-        daemon.vms.push(sample::vm(&long));
+        daemon.vms.push(sample::report(&long));
         let text = status(&serde_json::to_value(&daemon).unwrap());
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[..3].iter().all(|line| line.chars().count() <= 120), "{text}");

@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn families_have_help_type_and_a_sample_per_vm() {
         let mut daemon = sample::daemon();
-        daemon.vms.push(sample::vm("db"));
+        daemon.vms.push(sample::report("db"));
         let status = serde_json::to_value(&daemon).unwrap();
         let text = text(status, Format::Prometheus).unwrap();
         for line in [
@@ -137,7 +137,7 @@ mod tests {
     fn what_a_scrape_of_200_vms_costs() {
         let daemon = || {
             let mut daemon = sample::daemon();
-            daemon.vms = (0..200).map(|n| sample::vm(&format!("vm{n}"))).collect();
+            daemon.vms = (0..200).map(|n| sample::report(&format!("vm{n}"))).collect();
             daemon
         };
         let mut times: Vec<_> = (0..20)
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn what_a_label_holds_cannot_break_out() {
         let mut daemon = sample::daemon();
-        daemon.vms[0].name = "a\"} 1\nfpr_evil 1\n\\".to_owned();
+        daemon.vms[0] = sample::report("a\"} 1\nfpr_evil 1\n\\");
         let text = text(serde_json::to_value(&daemon).unwrap(), Format::Prometheus).unwrap();
         assert!(!text.lines().any(|line| line.starts_with("fpr_evil")), "{text}");
     }

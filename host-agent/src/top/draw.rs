@@ -147,8 +147,8 @@ mod tests {
 
     fn top(vms: usize) -> Top {
         let mut daemon = sample::daemon();
-        daemon.vms = (0..vms).map(|n| sample::vm(&format!("vm{n}"))).collect();
-        daemon.vms.iter_mut().skip(1).for_each(|vm| vm.gates.clear());
+        daemon.vms = (0..vms).map(|n| sample::report(&format!("vm{n}"))).collect();
+        daemon.vms.iter_mut().skip(1).for_each(|vm| vm.answered().unwrap().gates.clear());
         let mut top = Top::new(None);
         let status = serde_json::to_value(daemon).unwrap();
         top.update(&status, Duration::from_secs(1));

@@ -263,8 +263,8 @@ mod tests {
     /// Two VMs, `small` and `large`; the large one has dropped and got back so many bytes.
     fn status(dropped: u64, back: u64, backed: u64) -> Value {
         let mut daemon: DaemonStatus = sample::daemon();
-        daemon.vms = vec![sample::vm("small"), sample::vm("large")];
-        let large = &mut daemon.vms[1];
+        daemon.vms = vec![sample::report("small"), sample::report("large")];
+        let large = daemon.vms[1].answered().unwrap();
         large.memory.as_mut().unwrap().backed_bytes = Some(backed);
         large.counters.sources.get_mut(&MemorySource::KernelReported).unwrap().dropped_bytes += dropped;
         large.counters.refault_minute_returned_bytes = back;

@@ -4,9 +4,9 @@
 //! report is dropped through the map of the device it came by. What is found out about either process or map closes a
 //! gate of the VM and so holds for both.
 
-use super::boot_now;
 use super::owner::Owner;
 use super::worker::{Target, Work, Worker};
+use super::{Connected, boot_now};
 use crate::accounting::Subject;
 use crate::accounting::choose::Account;
 use crate::accounting::rank::Obstacle;
@@ -98,6 +98,14 @@ impl Owner {
             self.handle(Event::Gates(GateSource::Process, Vec::new()));
         }
         self.log.front_end_gone(device);
+        self.leave_if_unused();
+    }
+
+    /// A front end that is connected, of either device.
+    pub(super) fn front_end(&self) -> Option<Connected> {
+        let connections = self.front_ends.values().map(|front_end| front_end.connection);
+        let mut connected = connections.filter(|connection| !matches!(connection, Connection::None));
+        connected.next().map(|connection| Connected { pid: connection.peer().and_then(|peer| peer.pid) })
     }
 
     pub(super) fn memory_map(&mut self, device: DeviceKind, regions: Vec<MemoryRegion>, done: Fence) {

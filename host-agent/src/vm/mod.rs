@@ -49,11 +49,40 @@ pub(crate) fn boot_now() -> Duration {
     backing::boot_time().unwrap_or(Duration::MAX)
 }
 
+/// Who wants a VM to be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// The configuration file.
+    Config,
+    /// The command line of `serve`.
+    Flag,
+    /// `vm add`.
+    Command,
+    /// A folder in the VM directory.
+    Directory,
+}
+
+impl Origin {
+    /// The word of `status`.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Config => "config",
+            Self::Flag => "flag",
+            Self::Command => "command",
+            Self::Directory => "directory",
+        }
+    }
+}
+
 /// What makes up one VM. At least one of the two sockets is there.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
     /// Its name, for people.
     pub name: String,
+    /// Who wants it.
+    pub origin: Origin,
     /// Where the VMM's front end of the vsock device connects, if the VM has one.
     pub socket: Option<PathBuf>,
     /// Where the VMM's front end of the balloon device connects, if the VM has one.
@@ -81,6 +110,7 @@ impl VmConfig {
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
+            origin: Origin::Config,
             socket: None,
             balloon: None,
             guest_cid: vsock::DEFAULT_GUEST_CID,
@@ -110,8 +140,32 @@ pub enum Request {
     Resume(oneshot::Sender<()>),
     /// Ask the agent for a pass and wait for it at most so long.
     Drain(Duration, oneshot::Sender<Result<DrainReport, DrainError>>),
+    /// Just say that the task is alive.
+    Ping(oneshot::Sender<()>),
+    /// End, now or when no front end is connected.
+    Leave(Leave, oneshot::Sender<Result<(), Connected>>),
+    /// Take back a `Leave` that waits.
+    Stay(oneshot::Sender<()>),
     /// End the devices and the task.
     Shutdown,
+}
+
+/// When a VM that is not wanted any more ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leave {
+    /// Now, unless a front end is connected: then not at all.
+    IfUnused,
+    /// When its last front end has gone.
+    WhenUnused,
+    /// Now, whoever is connected.
+    Now,
+}
+
+/// A front end is connected, so the VM does not end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Connected {
+    /// Its process, if known.
+    pub pid: Option<i32>,
 }
 
 /// What `drain` tells.
@@ -145,10 +199,47 @@ impl VmHandle {
         let _ = self.requests.try_send(request);
     }
 
+    /// Puts a request into the VM's queue without waiting, and returns where the answer will come.
+    ///
+    /// # Errors
+    /// See [`NotTaken`].
+    pub fn request<T>(
+        &self,
+        request: impl FnOnce(oneshot::Sender<T>) -> Request,
+    ) -> Result<oneshot::Receiver<T>, NotTaken> {
+        let (sender, receiver) = oneshot::channel();
+        match self.requests.try_send(request(sender)) {
+            Ok(()) => Ok(receiver),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(NotTaken::Full),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(NotTaken::Ended),
+        }
+    }
+
     /// Tells the VM to end.
     pub async fn shut_down(&self) {
         let _ = self.requests.send(Request::Shutdown).await;
     }
+
+    /// Waits until the VM's task has ended.
+    pub async fn ended(&self) {
+        self.requests.closed().await;
+    }
+
+    /// A handle without a VM, and what a VM's task would be asked.
+    #[cfg(test)]
+    pub(crate) fn detached(name: &str) -> (Self, mpsc::Receiver<Request>) {
+        let (requests, receiver) = mpsc::channel(REQUESTS);
+        (Self { name: name.to_owned(), requests }, receiver)
+    }
+}
+
+/// Why a VM's task did not take a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotTaken {
+    /// Its queue is full: it has not looked for long.
+    Full,
+    /// It has ended.
+    Ended,
 }
 
 /// Why a VM could not be set up.

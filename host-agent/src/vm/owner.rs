@@ -5,7 +5,7 @@ use super::front_end::FrontEnd;
 use super::log::VmLog;
 use super::status::{self, VmStatus};
 use super::worker::{Done, Work, Worker};
-use super::{Request, VmConfig, boot_now};
+use super::{Connected, Leave, Request, VmConfig, boot_now};
 use crate::accounting::books::Accounting;
 use crate::device::balloon::BalloonHandle;
 use crate::device::vsock::{self, SendError};
@@ -61,6 +61,8 @@ pub(super) struct Owner {
     busy: Duration,
     /// What accounting read last.
     accounting: Option<Box<Accounting>>,
+    /// Not wanted any more: ends when no front end is connected.
+    leaving: bool,
     pub(super) log: VmLog,
 }
 
@@ -113,6 +115,7 @@ impl Owner {
             page_size_gates: Vec::new(),
             busy: Duration::ZERO,
             accounting: None,
+            leaving: false,
         };
         Ok((owner, Inbox { vsock: vsock_events, balloon: balloon_events, results, requests }))
     }
@@ -245,7 +248,29 @@ impl Owner {
                 let _ = answer.send(());
             }
             Request::Drain(wait, answer) => self.drain(wait, answer),
+            Request::Ping(answer) => drop(answer.send(())),
+            Request::Leave(when, answer) => drop(answer.send(self.leave(when))),
+            Request::Stay(answer) => {
+                self.leaving = false;
+                let _ = answer.send(());
+            }
             Request::Shutdown => self.shut_down(),
+        }
+    }
+
+    fn leave(&mut self, when: Leave) -> Result<(), Connected> {
+        match (when, self.front_end()) {
+            (Leave::IfUnused, Some(connected)) => return Err(connected),
+            (Leave::WhenUnused, Some(_)) => self.leaving = true,
+            (Leave::Now, _) | (_, None) => self.shut_down(),
+        }
+        Ok(())
+    }
+
+    /// A VM that is only waited for ends with its last front end.
+    pub(super) fn leave_if_unused(&self) {
+        if self.leaving && self.front_end().is_none() {
+            self.shut_down();
         }
     }
 

@@ -214,6 +214,8 @@ fn every_metric_is_set_by_something() {
     rude.front_end.set_vring_num(7, 64).expect_err("there is no such queue");
     let inhibit = control::Command::Inhibit { vm: "vm".into(), reason: "test".into() };
     control::ask(&daemon.control(), &inhibit).unwrap();
+    std::fs::write(daemon.dir.path().join("host.toml"), "nonsense = 1\n").unwrap();
+    control::ask(&daemon.control(), &control::Command::Reload).unwrap_err();
     seen.look(&serde_json::json!({"version": "", "vms": [short_minute(), over_budget()]}));
 
     let deadline = Instant::now() + LATEST;

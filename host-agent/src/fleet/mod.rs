@@ -1,0 +1,516 @@
+//! The VMs of the daemon: which there are, who wants each of them, and how to ask all of them at once.
+//!
+//! ```text
+//!   control socket --+                      +--> owner of VM a --+
+//!   SIGHUP ----------+-- Order --> task ----+--> owner of VM b --+-- ended --> task
+//!   VM directory ----+              |       +--> …
+//!                                   +--> View, for everybody who only looks
+//! ```
+//! One task ([`task`]) owns the set and never waits for a VM, so that one VM's trouble delays nobody: what has to be
+//! waited for comes back as an order. Others hold a [`Fleet`], look at the published [`View`], and ask the VMs directly,
+//! all at once and with a time limit. What a reload or a look into the VM directory changes is decided in [`plan`].
+//!
+//! ```text
+//!            add                     no front end, or forced
+//!  (nothing) ---> running -------------------------------------> stopping ---> (nothing), or running anew
+//!     |              |  ^                                            ^
+//!     | no socket    |  | wanted again                               | last front end gone
+//!     v              v  |                                            |
+//!   failed        leaving, changing ---------------------------------+
+//! ```
+//! A VM is `leaving` when nobody wants it any more, and `changing` when it is to begin anew with other sockets; both wait
+//! for its front end to go. `failed` is wanted and cannot be made: tried again whenever a VM has ended.
+
+pub mod directory;
+mod folders;
+pub mod plan;
+#[allow(unsafe_code)]
+mod sys;
+mod task;
+mod watchdog;
+
+use crate::config::{Config, ConfigError};
+use crate::vm::status::VmStatus;
+use crate::vm::{NotTaken, Origin, Request, SpawnError, VmConfig, VmHandle};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout_at};
+
+pub use watchdog::notify;
+
+/// VMs at most: each costs threads and descriptors, and who may create folders in the VM directory could create any number.
+pub const MAX_VMS: usize = 1000;
+
+/// How long a VM's task may take to answer. It blocks on nothing, so a healthy one needs microseconds; the control
+/// socket's clients wait five times as long.
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long a VM may take to finish a drop when it is stopped.
+pub const STOP_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Orders waiting for the task, at most.
+const ORDERS: usize = 64;
+
+/// What a VM is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// Its devices are there.
+    Running,
+    /// Nobody wants it any more; ends when its front end has gone.
+    Leaving,
+    /// Begins anew, with what the configuration says now, when its front end has gone.
+    Changing,
+    /// Its devices are being stopped.
+    Stopping,
+    /// It cannot be made.
+    Failed,
+    /// Its task does not answer.
+    Unresponsive,
+}
+
+impl State {
+    /// All of them, as `status` calls them.
+    pub const WORDS: [&'static str; 6] = ["running", "leaving", "changing", "stopping", "failed", "unresponsive"];
+}
+
+/// One VM, as published.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// Its name; for a folder that cannot be a VM, the folder's.
+    pub name: String,
+    /// Who wants it.
+    pub origin: Origin,
+    /// What it is doing. Never `Unresponsive`: that is known only to who has asked it.
+    pub state: State,
+    /// Why it failed, or what it waits for.
+    pub detail: Option<String>,
+    /// The way to its task, unless it failed.
+    pub handle: Option<VmHandle>,
+    /// What makes it up, unless its name already was wrong.
+    pub config: Option<Arc<VmConfig>>,
+}
+
+/// What everybody may look at.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// The VMs in the order in which they came.
+    pub members: Arc<[Member]>,
+    /// Why the daemon still has an older configuration than the file's.
+    pub config_error: Option<String>,
+}
+
+/// A VM's figures, if it answered.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+pub enum Figures {
+    /// It did.
+    Answered(Box<VmStatus>),
+    /// It did not, or there is nobody to ask.
+    Unanswered {
+        /// Its name.
+        name: String,
+    },
+}
+
+/// One VM in `status`.
+#[derive(Clone, Debug, Serialize)]
+pub struct VmReport {
+    /// Its name and figures.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Who wants it.
+    pub origin: Origin,
+    /// What it is doing.
+    pub state: State,
+    /// Why it failed, or what it waits for.
+    pub state_detail: Option<String>,
+}
+
+impl VmReport {
+    /// Of a VM that was asked; `None` did not answer.
+    #[must_use]
+    pub fn new(member: Member, status: Option<VmStatus>) -> Self {
+        let asked = member.handle.is_some() && member.state != State::Stopping;
+        let silent = asked && status.is_none();
+        let limit = ANSWER_LIMIT.as_secs();
+        Self {
+            origin: member.origin,
+            state: if silent { State::Unresponsive } else { member.state },
+            state_detail: if silent {
+                Some(format!("its task did not answer within {limit} s"))
+            } else {
+                member.detail
+            },
+            figures: match status {
+                Some(status) => Figures::Answered(Box::new(status)),
+                None => Figures::Unanswered { name: member.name },
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+impl VmReport {
+    /// The figures of a VM that answered.
+    pub(crate) fn answered(&mut self) -> Option<&mut VmStatus> {
+        match &mut self.figures {
+            Figures::Answered(status) => Some(status),
+            Figures::Unanswered { .. } => None,
+        }
+    }
+}
+
+/// What a reload did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Reloaded {
+    /// VMs that are new.
+    pub added: Vec<String>,
+    /// VMs that are not wanted any more; with a front end they wait for it to go.
+    pub removed: Vec<String>,
+    /// VMs with new values, all in force.
+    pub changed: Vec<String>,
+    /// VMs with new devices, which begin anew when their front end has gone.
+    pub changing: Vec<String>,
+    /// VMs that could not be made, and why.
+    pub failed: BTreeMap<String, String>,
+    /// What takes a restart of the daemon.
+    pub notes: Vec<String>,
+}
+
+/// Why a VM could not be added or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum FleetError {
+    /// There is one.
+    #[error("VM {name} is there already ({origin}): choose another name, or remove it first with `fpr-host-agent vm remove {name}`", origin = origin.word())]
+    Duplicate {
+        /// The name.
+        name: String,
+        /// Who wants the other.
+        origin: Origin,
+    },
+    /// Its devices are still being stopped.
+    #[error("VM {name} is being stopped: try again in a moment")]
+    Stopping {
+        /// The name.
+        name: String,
+    },
+    /// A path belongs to another VM.
+    #[error("{path} is the socket of VM {other}: give each device a path of its own")]
+    SocketTaken {
+        /// The path.
+        path: String,
+        /// Whose it is.
+        other: String,
+    },
+    /// No socket and no directory.
+    #[error(
+        "VM {name} has no device: say --socket PATH, --balloon PATH or both, or set `directory` in the configuration"
+    )]
+    NoDevice {
+        /// The name.
+        name: String,
+    },
+    /// [`MAX_VMS`].
+    #[error("there are {MAX_VMS} VMs, and more are not served: remove some")]
+    TooMany,
+    /// No such VM.
+    #[error("no VM {name}; there are: {known}")]
+    Unknown {
+        /// The name.
+        name: String,
+        /// Those that are there.
+        known: String,
+    },
+    /// Somebody uses it.
+    #[error("VM {name} has a front end ({front_end}): stop its VMM first, or say --force to cut it off")]
+    InUse {
+        /// The name.
+        name: String,
+        /// Its process.
+        front_end: String,
+    },
+    /// Its task does not answer, or its devices did not stop in time.
+    #[error("VM {name} does not answer: look at the daemon's log")]
+    Silent {
+        /// The name.
+        name: String,
+    },
+    /// Socket, threads.
+    #[error("VM {name}")]
+    Spawn {
+        /// The name.
+        name: String,
+        /// Why.
+        #[source]
+        source: SpawnError,
+    },
+    /// Its folder.
+    #[error(transparent)]
+    Folder(#[from] directory::DirectoryError),
+    /// A name or a path.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The daemon ends.
+    #[error("the daemon is being stopped")]
+    Ending,
+}
+
+/// What the task is told.
+#[derive(Debug)]
+enum Order {
+    Add {
+        config: Box<VmConfig>,
+        answer: oneshot::Sender<Result<(), FleetError>>,
+    },
+    Remove {
+        name: String,
+        force: Force,
+        answer: oneshot::Sender<Result<(), FleetError>>,
+    },
+    /// A VM said whether it goes.
+    Leaves {
+        id: u64,
+        goes: Result<(), FleetError>,
+        answer: oneshot::Sender<Result<(), FleetError>>,
+    },
+    Reload {
+        config: Box<Result<Config, ConfigError>>,
+        answer: oneshot::Sender<Result<Reloaded, ConfigError>>,
+    },
+    /// Something happened in the VM directory.
+    FoldersChanged,
+    Ended {
+        id: u64,
+    },
+    /// The VMs that did not answer in a round of the watchdog.
+    Round {
+        silent: Vec<String>,
+    },
+    Shutdown {
+        answer: oneshot::Sender<()>,
+    },
+}
+
+/// Whether a front end may be cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Force {
+    /// Not: refuse.
+    No,
+    /// It may.
+    Yes,
+}
+
+/// The way to the daemon's VMs. Cheap to copy.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    orders: mpsc::Sender<Order>,
+    view: watch::Receiver<View>,
+}
+
+impl Fleet {
+    /// Makes the VMs of the configuration and the task that owns them.
+    ///
+    /// # Errors
+    /// One of them cannot be made, or the VM directory; then nothing is left behind.
+    pub async fn start(config: &Config) -> Result<Self, FleetError> {
+        let (orders, inbox) = mpsc::channel(ORDERS);
+        let (task, view) = task::Task::new(config, orders.clone());
+        let task = task.start(config.vms.clone()).await?;
+        tokio::spawn(task.run(inbox));
+        Ok(Self { orders, view })
+    }
+
+    /// The VMs as they are now.
+    #[must_use]
+    pub fn view(&self) -> View {
+        self.view.borrow().clone()
+    }
+
+    /// The way to one VM's task.
+    ///
+    /// # Errors
+    /// There is no such VM, or none with a task.
+    pub fn vm(&self, name: &str) -> Result<VmHandle, FleetError> {
+        let view = self.view();
+        let found = view.members.iter().find(|member| member.name == name && member.handle.is_some());
+        found.and_then(|member| member.handle.clone()).ok_or_else(|| unknown(name, &view))
+    }
+
+    /// Asks all VMs at once and waits [`ANSWER_LIMIT`] at most for all of them together.
+    pub async fn ask_all<T>(
+        &self,
+        request: impl Fn(oneshot::Sender<T>) -> Request,
+    ) -> impl Iterator<Item = (Member, Option<T>)> {
+        let mut answers = Vec::new();
+        for (member, answer) in ask(self.view().members.iter().cloned(), ANSWER_LIMIT, request).await {
+            answers.push((member, answer.ok()));
+        }
+        answers.into_iter()
+    }
+
+    /// Every VM's figures.
+    pub async fn status(&self) -> Vec<VmReport> {
+        self.ask_all(Request::Status).await.map(|(member, status)| VmReport::new(member, status)).collect()
+    }
+
+    /// Makes a VM; without a socket in its folder of the VM directory.
+    ///
+    /// # Errors
+    /// See [`FleetError`]; no other VM is touched.
+    pub async fn add(&self, config: VmConfig) -> Result<(), FleetError> {
+        self.order(|answer| Order::Add { config: Box::new(config), answer }).await
+    }
+
+    /// Ends a VM and waits until its sockets have gone.
+    ///
+    /// # Errors
+    /// See [`FleetError`].
+    pub async fn remove(&self, name: &str, force: Force) -> Result<(), FleetError> {
+        self.order(|answer| Order::Remove { name: name.to_owned(), force, answer }).await
+    }
+
+    /// Puts a configuration that was read anew in force, or remembers why it could not be read.
+    ///
+    /// # Errors
+    /// That error; then nothing has changed.
+    pub async fn reload(&self, config: Result<Config, ConfigError>) -> Result<Reloaded, ReloadError> {
+        let (answer, receiver) = oneshot::channel();
+        let order = Order::Reload { config: Box::new(config), answer };
+        self.orders.send(order).await.map_err(|_| ReloadError::Ending)?;
+        Ok(receiver.await.map_err(|_| ReloadError::Ending)??)
+    }
+
+    /// Ends all VMs at once: running drops are finished or cancelled, descriptors are back with their guests.
+    pub async fn shut_down(&self) {
+        let (answer, receiver) = oneshot::channel();
+        let all = async {
+            let _ = self.orders.send(Order::Shutdown { answer }).await;
+            let _ = receiver.await;
+        };
+        if tokio::time::timeout(STOP_DEADLINE, all).await.is_err() {
+            tracing::warn!("a VM did not stop within {} s", STOP_DEADLINE.as_secs());
+        }
+    }
+
+    async fn order(
+        &self,
+        order: impl FnOnce(oneshot::Sender<Result<(), FleetError>>) -> Order,
+    ) -> Result<(), FleetError> {
+        let (answer, receiver) = oneshot::channel();
+        self.orders.send(order(answer)).await.map_err(|_| FleetError::Ending)?;
+        receiver.await.map_err(|_| FleetError::Ending)?
+    }
+}
+
+/// Why a reload changed nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// The file.
+    #[error("the old configuration stays in force")]
+    Config(#[from] ConfigError),
+    /// The daemon ends.
+    #[error("the daemon is being stopped")]
+    Ending,
+}
+
+fn unknown(name: &str, view: &View) -> FleetError {
+    let known: Vec<&str> = view.members.iter().map(|member| member.name.as_str()).collect();
+    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+    FleetError::Unknown { name: name.to_owned(), known }
+}
+
+/// Why a VM did not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unanswered {
+    /// It has ended, or never was.
+    Gone,
+    /// It is there and silent.
+    Silent,
+}
+
+/// Asks them all, then waits: the time limit is for all of them together, however many are silent.
+async fn ask<T>(
+    members: impl Iterator<Item = Member>,
+    limit: Duration,
+    request: impl Fn(oneshot::Sender<T>) -> Request,
+) -> Vec<(Member, Result<T, Unanswered>)> {
+    let deadline = Instant::now() + limit;
+    let asked: Vec<_> = members
+        .map(|member| {
+            let receiver = match &member.handle {
+                Some(handle) => handle.request(&request),
+                None => Err(NotTaken::Ended),
+            };
+            (member, receiver)
+        })
+        .collect();
+    let mut answers = Vec::with_capacity(asked.len());
+    for (member, receiver) in asked {
+        let answer = match receiver {
+            Ok(receiver) => match timeout_at(deadline, receiver).await {
+                Ok(Ok(answer)) => Ok(answer),
+                Ok(Err(_)) => Err(Unanswered::Gone),
+                Err(_) => Err(Unanswered::Silent),
+            },
+            Err(NotTaken::Full) => Err(Unanswered::Silent),
+            Err(NotTaken::Ended) => Err(Unanswered::Gone),
+        };
+        answers.push((member, answer));
+    }
+    answers
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn member(name: &str, handle: Option<VmHandle>) -> Member {
+        let state = if handle.is_some() { State::Running } else { State::Failed };
+        Member { name: name.to_owned(), origin: Origin::Config, state, detail: None, handle, config: None }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_vm_that_does_not_answer_delays_nobody_and_is_named() {
+        let (hung, _queue) = VmHandle::detached("hung");
+        let (full, _full_queue) = VmHandle::detached("full");
+        let _waiting: Vec<_> = std::iter::from_fn(|| full.request(Request::Ping).ok()).collect();
+        let (gone, queue) = VmHandle::detached("gone");
+        drop(queue);
+        let (good, mut queue) = VmHandle::detached("good");
+        tokio::spawn(async move {
+            while let Some(request) = queue.recv().await {
+                if let Request::Ping(answer) = request {
+                    let _ = answer.send(());
+                }
+            }
+        });
+        let members =
+            [("hung", Some(hung)), ("full", Some(full)), ("gone", Some(gone)), ("failed", None), ("good", Some(good))];
+        let started = Instant::now();
+
+        let answers =
+            ask(members.into_iter().map(|(name, handle)| member(name, handle)), ANSWER_LIMIT, Request::Ping).await;
+
+        assert_eq!(started.elapsed(), ANSWER_LIMIT);
+        let answers: Vec<_> = answers.into_iter().map(|(_, answer)| answer).collect();
+        let (silent, gone) = (Err(Unanswered::Silent), Err(Unanswered::Gone));
+        assert_eq!(answers, [silent, silent, gone, gone, Ok(())]);
+    }
+
+    #[test]
+    fn a_silent_vm_is_reported_by_its_name() {
+        let (handle, _queue) = VmHandle::detached("web1");
+        let report = serde_json::to_value(VmReport::new(member("web1", Some(handle)), None)).unwrap();
+        assert_eq!((&report["name"], &report["state"]), (&"web1".into(), &"unresponsive".into()));
+        let report = serde_json::to_value(VmReport::new(member("web2", None), None)).unwrap();
+        assert_eq!(
+            (&report["name"], &report["state"], &report["origin"]),
+            (&"web2".into(), &"failed".into(), &"config".into())
+        );
+    }
+}
