@@ -8,6 +8,8 @@ mod hostile;
 #[allow(dead_code)] // Each test uses another part of it.
 #[path = "../mock_guest/mod.rs"]
 mod mock_guest;
+#[path = "../mock_owner/mod.rs"]
+mod mock_owner;
 mod owner;
 mod pace;
 mod reports;
@@ -37,7 +39,7 @@ impl Rig {
     /// A device and a guest whose driver wants `features` and is not yet started.
     fn new(features: u64) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let owner = Owner::new(&dir.path().join("balloon.sock"));
+        let owner = owner::start(&dir.path().join("balloon.sock"));
         let guest = Balloon::connect(&dir.path().join("balloon.sock"), memfd(), features);
         Self { dir, owner, guest }
     }

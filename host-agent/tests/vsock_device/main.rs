@@ -5,6 +5,9 @@
 #[allow(dead_code)] // Each test uses another part of it.
 #[path = "../mock_guest/mod.rs"]
 mod mock_guest;
+#[allow(dead_code)] // Each test uses another part of it.
+#[path = "../mock_owner/mod.rs"]
+mod mock_owner;
 mod owner;
 
 use std::time::{Duration, Instant};
@@ -14,7 +17,7 @@ use fpr_protocol::GuestAddress;
 use mock_guest::{
     CREDIT_UPDATE, Guest, HIGH, HIGH_OFFSET, HIGH_SIZE, LOW, LOW_SIZE, Packet, REGIONS, REQUEST, RESPONSE, RST, RW,
 };
-use owner::Owner;
+use owner::{Owner, next_connected, next_data, start};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 
@@ -23,7 +26,7 @@ const PORT: u32 = fpr_protocol::PORT;
 /// A device and a front end whose guest has its queues running; the events so far are taken.
 fn running(dir: &tempfile::TempDir) -> (Owner, Guest) {
     let socket = dir.path().join("vm.sock");
-    let owner = Owner::new(&socket);
+    let owner = start(&socket);
     let mut guest = Guest::connect(&socket);
     guest.set_memory();
     guest.start();
@@ -36,7 +39,7 @@ fn running(dir: &tempfile::TempDir) -> (Owner, Guest) {
 fn the_owner_learns_who_connected_and_what_the_memory_is() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("vm.sock");
-    let owner = Owner::new(&socket);
+    let owner = start(&socket);
     let mut guest = Guest::connect(&socket);
 
     let DeviceEvent::FrontEndConnected { peer } = owner.next() else { panic!("first event") };
@@ -55,7 +58,7 @@ fn the_owner_learns_who_connected_and_what_the_memory_is() {
 fn regions_can_be_added_and_removed_one_by_one() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("vm.sock");
-    let owner = Owner::new(&socket);
+    let owner = start(&socket);
     let mut guest = Guest::connect(&socket);
     let low = mock_guest::region(&guest.file, LOW, LOW_SIZE, 0);
     let high = mock_guest::region(&guest.file, HIGH, HIGH_SIZE, HIGH_OFFSET);
@@ -79,13 +82,13 @@ fn bytes_go_both_ways() {
     let (owner, mut guest) = running(&dir);
 
     guest.send(&Packet::new(REQUEST, 1023, b""));
-    let connection = owner.next_connected();
+    let connection = next_connected(&owner);
     let response = guest.receive();
     assert_eq!((response.op, response.src, response.dst), (RESPONSE, (2, PORT), (3, 1023)));
     assert_eq!(response.buf_alloc, 64 * 1024);
 
     guest.send(&Packet::new(RW, 1023, b"hello"));
-    assert_eq!(owner.next_data(connection), b"hello");
+    assert_eq!(next_data(&owner, connection), b"hello");
     owner.device.consumed(connection, 5);
     // Larger than a receive buffer of the guest, so it comes in pieces.
     let answer: Vec<u8> = (0..10_000_u32).map(|i| i as u8).collect();
@@ -106,12 +109,12 @@ fn credit_comes_back_only_for_what_was_consumed() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, mut guest) = running(&dir);
     guest.send(&Packet::new(REQUEST, 1000, b""));
-    let connection = owner.next_connected();
+    let connection = next_connected(&owner);
     assert_eq!(guest.receive().op, RESPONSE);
     let block = [7; 4000];
     for _ in 0..16 {
         guest.send(&Packet::new(RW, 1000, &block));
-        assert_eq!(owner.next_data(connection), block);
+        assert_eq!(next_data(&owner, connection), block);
     }
 
     owner.device.consumed(connection, 40_000);
@@ -121,7 +124,7 @@ fn credit_comes_back_only_for_what_was_consumed() {
     // 64,000 sent, 40,000 given back: room for 41,536, so the eleventh further block is too much.
     for _ in 0..10 {
         guest.send(&Packet::new(RW, 1000, &block));
-        assert_eq!(owner.next_data(connection), block);
+        assert_eq!(next_data(&owner, connection), block);
     }
     guest.send(&Packet::new(RW, 1000, &block));
     let DeviceEvent::Closed { reason, .. } = owner.next() else { panic!("closed") };
@@ -152,8 +155,8 @@ fn get_vring_base_is_answered_only_when_the_owner_is_done() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, mut guest) = running(&dir);
     guest.send(&Packet::new(REQUEST, 1023, b""));
-    let connection = owner.next_connected();
-    owner.hold_fences(true);
+    let connection = next_connected(&owner);
+    owner.hold(true);
 
     let stopping = std::thread::spawn(move || {
         guest.front_end.get_vring_base(mock_guest::TX).unwrap();
@@ -173,7 +176,7 @@ fn get_vring_base_is_answered_only_when_the_owner_is_done() {
 fn a_new_memory_map_is_answered_only_when_the_owner_is_done() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, mut guest) = running(&dir);
-    owner.hold_fences(true);
+    owner.hold(true);
 
     let changing = std::thread::spawn(move || {
         guest.set_memory();
@@ -192,7 +195,7 @@ fn a_guest_that_runs_on_after_a_stop_is_told_that_its_connection_is_gone() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, mut guest) = running(&dir);
     guest.send(&Packet::new(REQUEST, 1023, b""));
-    owner.next_connected();
+    next_connected(&owner);
     assert_eq!(guest.receive().op, RESPONSE);
 
     guest.stop();
@@ -204,7 +207,7 @@ fn a_guest_that_runs_on_after_a_stop_is_told_that_its_connection_is_gone() {
     assert!(matches!(owner.next(), DeviceEvent::Stopped { .. }));
     assert!(matches!(owner.next(), DeviceEvent::Stopped { .. }));
     guest.send(&Packet::new(REQUEST, 1023, b""));
-    owner.next_connected();
+    next_connected(&owner);
     assert_eq!(guest.receive().op, RESPONSE);
 }
 
@@ -213,8 +216,8 @@ fn the_next_front_end_waits_until_the_owner_is_done_with_the_last() {
     let dir = tempfile::tempdir().unwrap();
     let (owner, mut guest) = running(&dir);
     guest.send(&Packet::new(REQUEST, 1023, b""));
-    owner.next_connected();
-    owner.hold_fences(true);
+    next_connected(&owner);
+    owner.hold(true);
 
     drop(guest);
     assert!(matches!(owner.next(), DeviceEvent::Closed { reason: EndReason::FrontEndGone, .. }));
@@ -235,7 +238,7 @@ fn the_next_front_end_waits_until_the_owner_is_done_with_the_last() {
 fn reconnects_leak_nothing_alone() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("vm.sock");
-    let mut owner = Owner::new(&socket);
+    let mut owner = start(&socket);
     let count = |what: &str| std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count();
     let mut before = (0, 0);
     for round in 0..=100 {
