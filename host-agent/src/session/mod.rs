@@ -302,6 +302,18 @@ impl Session {
         self.jobs.values().filter(|job| job.device == device).count()
     }
 
+    /// The job that was ordered first of those that have not ended.
+    #[must_use]
+    pub fn oldest_job(&self) -> Option<JobId> {
+        self.jobs.keys().next().copied()
+    }
+
+    /// What the next job will be called: every job so far has a smaller number.
+    #[must_use]
+    pub fn next_job(&self) -> JobId {
+        JobId(self.next_job)
+    }
+
     /// Whether the guest's kernel reports by itself.
     #[must_use]
     pub fn kernel_reporting(&self) -> bool {
@@ -384,8 +396,25 @@ impl Session {
     }
 
     fn retry_measured_at(&self) -> Option<Duration> {
-        let due = |(gate, source)| Some(self.gates.since(gate, source)? + effect::RETRY_AFTER);
-        MEASURED.into_iter().filter_map(due).min()
+        MEASURED.into_iter().filter_map(|measured| self.retry_at(measured)).min()
+    }
+
+    fn retry_at(&self, (gate, source): (Gate, GateSource)) -> Option<Duration> {
+        Some(self.gates.since(gate, source)? + effect::RETRY_AFTER)
+    }
+
+    /// Each gate is tried again at its own time, and what was measured begins from nothing.
+    fn retry_measured(&mut self, now: Duration) {
+        for (gate, source) in MEASURED {
+            if self.retry_at((gate, source)).is_none_or(|at| at > now) {
+                continue;
+            }
+            self.gates.open(gate, source);
+            match source {
+                GateSource::Balloon => self.kernel_effect.reset(),
+                _ => self.effect.reset(),
+            }
+        }
     }
 
     fn tick(&mut self, now: Duration) {
@@ -398,13 +427,7 @@ impl Session {
         for connection in late {
             self.refuse(connection, CloseReason::HelloTimeout);
         }
-        if self.retry_measured_at().is_some_and(|at| at <= now) {
-            for (gate, source) in MEASURED {
-                self.gates.open(gate, source);
-            }
-            self.effect.reset();
-            self.kernel_effect.reset();
-        }
+        self.retry_measured(now);
         self.tick_drains(now);
         self.look_for_refaults(now);
         let Phase::Active(active) = &mut self.phase else { return };

@@ -375,6 +375,54 @@ fn drops_that_free_nothing_close_ineffective() {
 }
 
 #[test]
+fn each_measured_gate_is_tried_again_at_its_own_time() {
+    let mut session = active();
+    let nothing_freed = |ranges| {
+        let results = vec![Ok(MIB2); ranges];
+        JobOutput::Drop(DropOutput { results, still_backed_bytes: 8 * MIB2, ..DropOutput::default() })
+    };
+    let mut kernel_job = None;
+    for id in 1..=3 {
+        if let Some(job) = kernel_job.take() {
+            session.handle(Event::JobFinished(job, nothing_freed(8)), ms(4));
+        }
+        kernel_job = Some(only_start(&session.handle(kernel::report(id, Source::Reported, 8, ms(4)), ms(4))).0);
+    }
+    for sequence in 1..=3 {
+        let ranges = [range(8, 8, Isolation::Claimed)];
+        let (job, _) = only_start(&session.handle(Event::Message(C1, report(sequence, ms(4), &ranges)), ms(4)));
+        session.handle(Event::JobFinished(job, nothing_freed(1)), ms(4));
+    }
+    session.handle(Event::JobFinished(kernel_job.unwrap(), nothing_freed(8)), ms(60_000));
+
+    let sources = |session: &Session| session.closed_gates().iter().map(|gate| gate.source).collect::<Vec<_>>();
+    assert_eq!(sources(&session), [GateSource::Measured, GateSource::Balloon]);
+    session.handle(Event::Tick, ms(4) + effect::RETRY_AFTER);
+    assert_eq!(sources(&session), [GateSource::Balloon]);
+    session.handle(Event::Tick, ms(59_999) + effect::RETRY_AFTER);
+    assert_eq!(sources(&session), [GateSource::Balloon]);
+    session.handle(Event::Tick, ms(60_000) + effect::RETRY_AFTER);
+    assert_eq!(sources(&session), []);
+}
+
+#[test]
+fn an_operator_waits_for_the_jobs_that_were_there() {
+    let mut session = active();
+    assert_eq!(session.oldest_job(), None);
+    let ranges = [range(1, 1, Isolation::Claimed)];
+    let (first, job) = only_start(&session.handle(Event::Message(C1, report(1, ms(4), &ranges)), ms(4)));
+    let inhibit = vec![(Gate::Operator, "snapshot".to_owned())];
+    session.handle(Event::Gates(GateSource::Operator, inhibit), ms(5));
+    let after = session.next_job();
+    assert!(session.oldest_job() == Some(first) && first < after);
+    // What drops nothing goes on behind the gate, and nobody waits for it.
+    let survey = Message::Survey(Survey { sequence: 2, ranges: vec![] });
+    let (second, _) = only_start(&session.handle(Event::Message(C1, survey), ms(6)));
+    session.handle(Event::JobFinished(first, all_dropped(&job)), ms(7));
+    assert!(session.oldest_job() == Some(second) && second >= after);
+}
+
+#[test]
 fn a_flood_ends_the_session() {
     let mut session = active();
     let survey = |sequence| Message::Survey(Survey { sequence, ranges: vec![] });

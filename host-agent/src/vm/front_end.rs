@@ -84,8 +84,6 @@ impl Owner {
         let fence = self.hold(done);
         if device == DeviceKind::Vsock {
             self.decoders.clear();
-        } else {
-            self.handle(Event::PagePoison(None));
         }
         self.handle(Event::Stopped { device, fence });
         self.set_backing(device, None, Vec::new());
@@ -96,6 +94,8 @@ impl Owner {
         self.next_inspection = Duration::ZERO;
         if self.front_ends.values().all(|front_end| matches!(front_end.connection, Connection::None)) {
             self.handle(Event::Gates(GateSource::Process, Vec::new()));
+            // Not before: a guest that has lost its balloon only goes on, and its kernel with its pattern.
+            self.handle(Event::PagePoison(None));
         }
         self.log.front_end_gone(device);
         self.leave_if_unused();
@@ -106,6 +106,10 @@ impl Owner {
         let connections = self.front_ends.values().map(|front_end| front_end.connection);
         let mut connected = connections.filter(|connection| !matches!(connection, Connection::None));
         connected.next().map(|connection| Connected { pid: connection.peer().and_then(|peer| peer.pid) })
+    }
+
+    pub(super) fn is_connected(&self, device: DeviceKind) -> bool {
+        self.front_ends.get(&device).is_some_and(|front_end| !matches!(front_end.connection, Connection::None))
     }
 
     pub(super) fn memory_map(&mut self, device: DeviceKind, regions: Vec<MemoryRegion>, done: Fence) {

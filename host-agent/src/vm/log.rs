@@ -18,11 +18,13 @@ fn word(device: DeviceKind) -> &'static str {
 pub(super) struct VmLog {
     vm: String,
     limit: RateLimited,
+    /// Of what must not be held back by anything a guest does: a host's device that came in the middle of a drop.
+    raced: RateLimited,
 }
 
 impl VmLog {
     pub(super) fn new(vm: &str) -> Self {
-        Self { vm: vm.to_owned(), limit: RateLimited::guest_caused() }
+        Self { vm: vm.to_owned(), limit: RateLimited::guest_caused(), raced: RateLimited::guest_caused() }
     }
 
     /// A guest causes this line: says how many were held back before it, or that it is held back itself.
@@ -84,7 +86,8 @@ impl VmLog {
     }
 
     pub(super) fn note(&mut self, note: &Note) {
-        let Some(suppressed) = self.admit() else { return };
+        let limit = if matches!(note, Note::DeviceRaced(_)) { &mut self.raced } else { &mut self.limit };
+        let Some(suppressed) = limit.admit(Instant::now()) else { return };
         match note {
             Note::SessionStarted { agent_version, kernel_release } => {
                 info!(vm = self.vm, agent_version, kernel_release, suppressed, "session started");

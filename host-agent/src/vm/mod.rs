@@ -134,7 +134,7 @@ pub enum Request {
     Account(oneshot::Sender<Account>),
     /// What accounting read, for `status`.
     Accounted(Box<Accounting>),
-    /// Close the gate `operator`.
+    /// Close the gate `operator`; answered when nothing is dropped any more.
     Inhibit(String, oneshot::Sender<()>),
     /// Open it.
     Resume(oneshot::Sender<()>),

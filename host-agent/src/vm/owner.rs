@@ -20,7 +20,7 @@ use fpr_protocol::{FrameDecoder, Gate, Message};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// Between two requests for the balloon's statistics; the agent sends its own as often.
 const STATISTICS: Duration = Duration::from_secs(10);
@@ -50,6 +50,8 @@ pub(super) struct Owner {
     /// Kernel reports that are not answered.
     answers: BTreeMap<KernelReportId, Answer>,
     next_report: u64,
+    /// Operators who have closed the gate, and the first job that came after.
+    inhibiting: Vec<(JobId, oneshot::Sender<()>)>,
     pub(super) askers: BTreeMap<DrainId, Asker>,
     pub(super) next_drain: u64,
     pub(super) inspecting: bool,
@@ -106,6 +108,7 @@ impl Owner {
             next_fence: 0,
             answers: BTreeMap::new(),
             next_report: 0,
+            inhibiting: Vec::new(),
             askers: BTreeMap::new(),
             next_drain: 0,
             inspecting: false,
@@ -197,6 +200,10 @@ impl Owner {
             DeviceEvent::Stopped { done } => {
                 let fence = self.hold(done);
                 self.handle(Event::Stopped { device, fence });
+                if device == DeviceKind::Vsock && !self.is_connected(DeviceKind::Balloon) {
+                    // The guest may have been reset, and the next one's kernel has no balloon to say anything by.
+                    self.handle(Event::PagePoison(None));
+                }
             }
             DeviceEvent::Reported { source, ranges, taken_after, answer } => {
                 self.last_report = boot_now();
@@ -221,6 +228,7 @@ impl Owner {
             Done::Job { id, output, busy } => {
                 self.busy += busy;
                 self.handle(Event::JobFinished(id, output));
+                self.answer_inhibiting();
             }
             Done::Inspected(gates) => {
                 self.inspecting = false;
@@ -241,7 +249,8 @@ impl Owner {
             Request::Accounted(accounting) => self.accounting = Some(accounting),
             Request::Inhibit(reason, answer) => {
                 self.handle(Event::Gates(GateSource::Operator, vec![(Gate::Operator, reason)]));
-                let _ = answer.send(());
+                self.inhibiting.push((self.session.next_job(), answer));
+                self.answer_inhibiting();
             }
             Request::Resume(answer) => {
                 self.handle(Event::Gates(GateSource::Operator, Vec::new()));
@@ -271,6 +280,15 @@ impl Owner {
     pub(super) fn leave_if_unused(&self) {
         if self.leaving && self.front_end().is_none() {
             self.shut_down();
+        }
+    }
+
+    /// An operator relies on the answer: what was ordered before the gate closed has ended by then.
+    fn answer_inhibiting(&mut self) {
+        let oldest = self.session.oldest_job();
+        let over = |(after, _): &mut (JobId, _)| oldest.is_none_or(|oldest| oldest >= *after);
+        for (_, answer) in self.inhibiting.extract_if(.., over) {
+            let _ = answer.send(());
         }
     }
 

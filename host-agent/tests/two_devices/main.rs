@@ -145,8 +145,20 @@ fn gates_hold_for_both_and_a_balloon_that_stops_leaves_the_agent_alone() {
     assert_eq!(agent.next(session.port), Some(Message::Inhibit(vec![Gate::PagePoison])));
     let results = agent.report(&mut session, vec![offlined(UPPER + 5 * HUGE, 1)]);
     assert_eq!(results, [RangeResult::Refused(Refusal::Gated)]);
-    let gate = daemon.vm("vm")["gates"][0].clone();
-    assert_eq!((&gate["gate"], &gate["source"]), (&"page-poison".into(), &"balloon".into()));
+    let gate = || daemon.vm("vm")["gates"][0].clone();
+    assert_eq!((&gate()["gate"], &gate()["source"]), (&"page-poison".into(), &"balloon".into()));
+
+    // It still does when the device is pulled out, and no longer when a driver says so.
+    drop(balloon);
+    let gone = || daemon.vm("vm")["balloon"]["front_end"].is_null();
+    poll("the front end is gone", || if gone() { Ok(()) } else { Err("it is there") });
+    assert_eq!(gate()["gate"], "page-poison");
+    let results = agent.report(&mut session, vec![offlined(UPPER + 5 * HUGE, 1)]);
+    assert_eq!(results, [RangeResult::Refused(Refusal::Gated)]);
+    let _balloon = balloon_of(&daemon, &agent, REPORTING);
+    poll("the gate is open", || if gate().is_null() { Ok(()) } else { Err(gate()) });
+    let results = agent.report(&mut session, vec![offlined(UPPER + 5 * HUGE, 1)]);
+    assert_eq!(results, [RangeResult::Dropped { bytes: HUGE }]);
 }
 
 #[test]
