@@ -337,6 +337,38 @@ fn run_connects_again_and_again_and_ends_with_0() {
 }
 
 #[test]
+fn the_service_manager_is_told_and_its_watchdog_is_fed() {
+    if !is_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let host = Host::new(dir.path());
+    let manager = std::os::unix::net::UnixDatagram::bind(dir.path().join("notify")).unwrap();
+    manager.set_read_timeout(Some(DEADLINE)).unwrap();
+    // The next message of the agent that has this in it.
+    let told = |wanted: &str| loop {
+        let mut message = [0; 4096];
+        let length = manager.recv(&mut message).unwrap_or_else(|error| panic!("no {wanted}: {error}"));
+        if String::from_utf8_lossy(&message[..length]).contains(wanted) {
+            return;
+        }
+    };
+    let mut command = harmless(dir.path());
+    command.args(["run", "--connect", &host.address]);
+    command.env("NOTIFY_SOCKET", dir.path().join("notify")).env("WATCHDOG_USEC", "300000");
+    let mut agent = Running::start(&mut command);
+
+    told("READY=1");
+    host.accept().welcome(Vec::new());
+    told("STATUS=session with the host agent; all gates open");
+    (0..3).for_each(|_| told("WATCHDOG=1"));
+    agent.signal(Signal::SIGTERM);
+    told("STOPPING=1");
+
+    assert_eq!(agent.end().0.code(), Some(0));
+}
+
+#[test]
 fn a_second_agent_is_told_who_is_there() {
     if !is_root() {
         return;

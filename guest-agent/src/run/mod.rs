@@ -13,6 +13,7 @@ pub mod channel;
 pub mod executor;
 pub mod facts;
 pub mod log;
+mod service;
 
 use crate::agent::policy::{PassOutcome, Policy};
 use crate::agent::{Action, Agent, Event, Note};
@@ -32,6 +33,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
+use service::Service;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
@@ -135,6 +137,7 @@ pub fn run(roots: &Roots, config: &Config, until: Until) -> Result<Summary, RunE
         next_stats: Duration::ZERO,
         down_logged: false,
         lowered: true,
+        service: Service::new(until),
     };
     let result = main.run(&signals, until);
     drop(lock);
@@ -167,6 +170,7 @@ struct Main {
     down_logged: bool,
     /// The hugetlb limit is what it was before the first claim.
     lowered: bool,
+    service: Service,
 }
 
 /// What poll(2) said. Asking a descriptor that has nothing costs a system call each time.
@@ -193,9 +197,11 @@ impl Main {
         }
         let mut stopping: Option<Duration> = None;
         let mut ready = Ready { channel: true, workers: true, signal: true };
+        self.service.ready();
         loop {
             let at = now()?;
             self.turn(at, ready)?;
+            self.service.turn(at);
             let totals = self.agent.totals();
             let done = match until {
                 Until::FirstPass(limit) if stopping.is_none() => {
@@ -238,6 +244,7 @@ impl Main {
     }
 
     fn stop(&mut self, at: Duration) {
+        self.service.stopping();
         self.executor.cut_short();
         let actions = self.agent.stop(at);
         self.perform(actions, at);
@@ -343,6 +350,7 @@ impl Main {
                 if !self.down_logged {
                     log::info(&format!("no host agent: {why}; trying again"));
                     self.down_logged = true;
+                    self.service.status("no session with the host agent; trying again");
                 }
                 Event::LinkDown
             }
@@ -386,9 +394,14 @@ impl Main {
         match note {
             Note::SessionStarted(gates) => {
                 self.down_logged = false;
-                log::info(&format!("session with the host agent; {}", gates_text(gates)));
+                let text = format!("session with the host agent; {}", gates_text(gates));
+                log::info(&text);
+                self.service.status(&text);
             }
-            Note::Gates(gates) => log::info(&gates_text(gates)),
+            Note::Gates(gates) => {
+                log::info(&gates_text(gates));
+                self.service.status(&format!("session with the host agent; {}", gates_text(gates)));
+            }
             Note::KernelReporting(true) => {
                 log::info("the kernel reports free pages by itself: passes for big frees and on demand only");
             }
@@ -410,10 +423,17 @@ impl Main {
     fn wait(&self, signals: &SignalFd, at: Duration, give_up: Option<Duration>) -> Result<Ready, RunError> {
         let watch = (self.agent.is_busy() || self.agent.gates() == Some(&[])).then_some(self.next_watch);
         let stats = self.agent.gates().map(|_| self.next_stats);
-        let deadline = [self.agent.next_deadline(), self.channel.next_deadline(), watch, stats, give_up]
-            .into_iter()
-            .flatten()
-            .min();
+        let deadline = [
+            self.agent.next_deadline(),
+            self.channel.next_deadline(),
+            watch,
+            stats,
+            give_up,
+            self.service.next_deadline(),
+        ]
+        .into_iter()
+        .flatten()
+        .min();
         let timeout = match deadline {
             // Rounded up: waking early would spin until the deadline.
             Some(deadline) => {
