@@ -123,7 +123,7 @@ impl Column {
     pub fn cell(&self, vm: &Value) -> Cell {
         let sum = |name: &str| Field::named(name)?.sum(vm);
         match self.shows {
-            Shows::Name => word(vm["name"].as_str().unwrap_or("?")),
+            Shows::Name => word(&printable(vm["name"].as_str().unwrap_or("?"))),
             Shows::FrontEnd => match &vm["front_end"] {
                 Value::Null => unknown(),
                 front_end => match front_end["pid"].as_u64() {
@@ -282,7 +282,12 @@ pub fn details(vm: &Value) -> Vec<String> {
             lines.push(format!("{name}: {source}: refused {}: {reason}", bytes(refused)));
         }
     }
-    lines
+    lines.iter().map(|line| printable(line)).collect()
+}
+
+/// In a VM directory, names are those of folders; they must not steer the reader's terminal.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 #[cfg(test)]
@@ -348,6 +353,14 @@ mod tests {
         ] {
             assert!(text.contains(line), "{text}");
         }
+    }
+
+    #[test]
+    fn nothing_in_it_can_steer_a_terminal() {
+        let gate = serde_json::json!({"gate": "operator", "detail": "\u{1b}[2J"});
+        let vm = serde_json::json!({"name": "a\u{1b}]0;x\u{7}\n", "gates": [gate]});
+        let text = status(&serde_json::json!({"vms": [vm]}));
+        assert!(text.lines().count() == 4 && !text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
     }
 
     #[test]
