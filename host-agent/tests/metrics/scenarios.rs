@@ -212,12 +212,13 @@ fn every_metric_is_set_by_something() {
     balloon.start(&[INFLATE, DEFLATE, STATS, REPORTS]);
     use_session(&mut agent, &mut session);
     use_balloon(&mut balloon);
-    send_statistics(&mut balloon);
     poll("a chain that has to wait", || {
         flood(&mut balloon);
         let delayed = daemon.vm("vm")["balloon"]["chains_delayed"].clone();
         if delayed == 0 { Err(delayed) } else { Ok(()) }
     });
+    // Last, for the buffer is read when the guest has been asked, and lies where the other queues' do.
+    send_statistics(&mut balloon);
     let rude = Balloon::connect(&daemon.balloon("rude"), memfd(), REPORTING);
     rude.front_end.set_vring_num(7, 64).expect_err("there is no such queue");
     let inhibit = control::Command::Inhibit { vm: "vm".into(), reason: "test".into() };
