@@ -19,6 +19,8 @@ use tokio::sync::mpsc;
 
 /// Owner and group may create VMs; see the module.
 const MODE: u32 = 0o770;
+/// Its group, the VMMs' under the shipped unit, reaches a VM's sockets and cannot put others in their place.
+const FOLDER_MODE: u32 = 0o750;
 
 /// Rest between two looks, so that somebody who makes and removes folders all the time costs next to nothing.
 const REST: Duration = Duration::from_millis(50);
@@ -85,7 +87,7 @@ pub fn scan(directory: &Path) -> io::Result<Folders> {
 /// Makes the folder of a VM, or takes the one that is there.
 pub(super) fn make_folder(path: &Path) -> Result<Folder, DirectoryError> {
     let error = |action, remedy| move |source| DirectoryError { action, path: path.to_owned(), remedy, source };
-    match std::fs::DirBuilder::new().mode(MODE).create(path) {
+    match std::fs::DirBuilder::new().mode(FOLDER_MODE).create(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other.map_err(error("create folder", "the VM directory must be writable for the daemon"))?,
     }
