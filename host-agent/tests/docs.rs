@@ -123,6 +123,17 @@ fn every_accounting_method_reason_and_field_is_documented() {
 
 #[test]
 fn the_shipped_configuration_is_valid() {
-    let config = Config::load(&Flags { config: Some(workspace("pkg/etc/host.toml")), ..Flags::default() }).unwrap();
+    let load = |path: PathBuf| Config::load(&Flags { config: Some(path), ..Flags::default() }).unwrap();
+    let config = load(workspace("pkg/etc/host.toml"));
+    // VMs come by `vm add`; one in the file would be listened for on every machine with the package.
+    assert!(config.vms.is_empty() && config.directory.is_some());
+    // What is offered as a comment has to work, too.
+    let text = read("pkg/etc/host.toml");
+    let lines = text.lines().map(|line| line.strip_prefix('#').filter(|line| !line.starts_with(' ')).unwrap_or(line));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("host.toml");
+    std::fs::write(&path, lines.collect::<Vec<_>>().join("\n")).unwrap();
+    let config = load(path);
     assert_eq!(config.vms.iter().map(|vm| vm.name.as_str()).collect::<Vec<_>>(), ["web1"]);
+    assert!(config.vms[0].balloon.is_some());
 }

@@ -1,4 +1,4 @@
-//! Virtual machines for tests and benchmarks: stock QEMU, a stock Debian kernel, the shipped agents.
+//! Virtual machines for tests and benchmarks: stock QEMU, a stock Debian kernel, the shipped agents; and a container with Debian in it.
 //!
 //! Called by the tests under `tests/tests/` and by `cargo xtask`. A test reads like this:
 //!
@@ -24,6 +24,8 @@ pub mod accel;
 pub mod artifacts;
 #[cfg(feature = "harness")]
 pub mod bench;
+#[cfg(feature = "harness")]
+pub mod container;
 #[cfg(feature = "harness")]
 pub mod daemon;
 #[cfg(feature = "harness")]

@@ -85,7 +85,7 @@ impl OtherRelease {
 }
 
 /// The mirror from which the machine gets Debian itself.
-fn mirror() -> String {
+pub(crate) fn mirror() -> String {
     let mut apt_get = Command::new("apt-get");
     apt_get.args(["indextargets", "--format", "$(REPO_URI) $(LABEL)", "Created-By: Packages", "Component: main"]);
     run(&mut apt_get).ok().as_deref().and_then(mirror_of).unwrap_or_else(|| DEFAULT_MIRROR.to_owned())

@@ -179,7 +179,25 @@ pub(crate) fn ensure_package_lists(package: &str) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn apt_get() -> Command {
+/// A program in `PATH`. As root, its package is installed if it is missing.
+///
+/// # Errors
+/// It is missing and cannot be installed; the message holds the command that would.
+pub(crate) fn installed(program: &str, package: &str) -> Result<PathBuf> {
+    if let Some(path) = process::in_path(program) {
+        return Ok(path);
+    }
+    let install = ["install", "-y", "--no-install-recommends", package];
+    if !nix::unistd::geteuid().is_root() {
+        bail!("{program} is not installed; run `sudo apt-get {}`", install.join(" "));
+    }
+    eprintln!("installing {package} …");
+    ensure_package_lists(package)?;
+    run(apt_get().env("DEBIAN_FRONTEND", "noninteractive").args(install))?;
+    process::in_path(program).with_context(|| format!("{package} is installed but {program} is not in PATH"))
+}
+
+fn apt_get() -> Command {
     let mut command = Command::new("apt-get");
     command.args(["-q", "-o", "DPkg::Lock::Timeout=120"]);
     command

@@ -9,11 +9,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::other_release::OtherRelease;
-use crate::packages::{self, apt_get, ensure_package_lists};
-use crate::process::{self, run};
+use crate::packages;
+use crate::process::run;
 
 /// The device by the name it has since QEMU 11; before it was not for users to create.
 pub const GENERIC_DEVICE: &str = "vhost-user-test-device-pci";
@@ -81,21 +81,7 @@ fn stock_binary() -> Result<PathBuf> {
     if let Some(path) = overridden("FPR_TEST_QEMU")? {
         return Ok(path);
     }
-    if let Some(path) = process::in_path("qemu-system-x86_64") {
-        return Ok(path);
-    }
-    let install = ["install", "-y", "--no-install-recommends", PACKAGE];
-    if !nix::unistd::geteuid().is_root() {
-        bail!(
-            "qemu-system-x86_64 is not installed; run `sudo apt-get {}` or set FPR_TEST_QEMU to a QEMU binary",
-            install.join(" ")
-        );
-    }
-    eprintln!("installing {PACKAGE} …");
-    ensure_package_lists(PACKAGE)?;
-    run(apt_get().env("DEBIAN_FRONTEND", "noninteractive").args(install))?;
-    process::in_path("qemu-system-x86_64")
-        .with_context(|| format!("{PACKAGE} is installed but qemu-system-x86_64 is not in PATH"))
+    packages::installed("qemu-system-x86_64", PACKAGE).context("or set FPR_TEST_QEMU to a QEMU binary")
 }
 
 /// The script that starts sid's QEMU.

@@ -11,7 +11,7 @@ use fpr_tests::environment::Environment;
 use fpr_tests::{packages, process, skip};
 
 /// Tests that may be skipped on a machine that cannot run them. Any other skip fails the run.
-const MAY_SKIP: [&str; 11] = [
+const MAY_SKIP: [&str; 13] = [
     "a_guest_keeps_all_but_what_it_reports",
     "a_wrong_discard_is_noticed_by_the_guest_and_by_pagemap",
     "a_guest_that_hangs_is_stopped_and_can_go_on",
@@ -23,6 +23,8 @@ const MAY_SKIP: [&str; 11] = [
     "the_kernels_reports_return_memory_and_outlive_a_reset_and_a_new_daemon",
     "a_guest_that_writes_to_freed_pages_reports_by_its_kernel_though_not_by_its_agent",
     "what_the_kernel_and_what_the_agent_returned_is_told_apart",
+    "the_host_package_installs_serves_and_purges",
+    "the_guest_package_installs_runs_and_purges",
 ];
 
 /// How much to run.
