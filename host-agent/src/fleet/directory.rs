@@ -214,7 +214,7 @@ mod tests {
                 }
             }
         };
-        let limit = Duration::from_secs(10);
+        let limit = Duration::from_secs(60);
         std::fs::create_dir(vms.join("web1")).unwrap();
         tokio::time::timeout(limit, until(&["web1"])).await.unwrap();
         std::fs::rename(vms.join("web1"), vms.join("web2")).unwrap();

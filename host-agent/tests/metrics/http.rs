@@ -64,7 +64,8 @@ fn silent_and_slow_clients_hold_up_neither_the_commands_nor_for_long_a_scrape() 
     slow.write_all(b"GET /metrics HTTP/1.1\r\nHo").unwrap();
     let started = Instant::now();
     assert_eq!(daemon.status()["pid"], daemon.pid());
-    assert!(started.elapsed().as_secs() < 2, "a command waited {:?}", started.elapsed());
+    // None of them has been given up by then.
+    assert!(started.elapsed().as_secs() < 4, "a command waited {:?}", started.elapsed());
     // Three lots of eight clients, each of which has 5 s to ask.
     assert!(!scrape(&daemon).is_empty());
     assert!(started.elapsed() < 2 * DEADLINE, "a scrape waited {:?}", started.elapsed());

@@ -136,7 +136,7 @@ fn short_minute() -> serde_json::Value {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("balloon.sock");
-    let session = Config { refault_minute: Duration::from_millis(300), ..Config::default() };
+    let session = Config { refault_minute: Duration::from_secs(2), ..Config::default() };
     let config = VmConfig { balloon: Some(socket.clone()), session, ..VmConfig::new("short") };
     let (vm, task) = runtime.block_on(async { vm::spawn(config).unwrap() });
     let file = memfd();
