@@ -41,6 +41,16 @@ pub fn guest_binaries() -> Result<Vec<(&'static str, PathBuf)>> {
         .collect()
 }
 
+/// A VM without a guest, for `bench scale`. It is no part of what is shipped, so it is not static.
+///
+/// # Errors
+/// It does not build.
+pub fn mock_vm() -> Result<PathBuf> {
+    let mut cargo = cargo();
+    cargo.args(["--release", "--package", "fpr-host-agent", "--example", "mock_vm"]);
+    executable(cargo, "mock_vm")
+}
+
 fn prebuilt(variable: &str) -> Option<Result<PathBuf>> {
     let path = PathBuf::from(std::env::var_os(variable)?);
     Some(if path.is_file() { Ok(path) } else { Err(anyhow::anyhow!("{variable}={}: no such file", path.display())) })

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use fpr_tests::bench::return_memory::{self, Options};
-use fpr_tests::bench::{accounting, discard};
+use fpr_tests::bench::{accounting, discard, scale};
 use fpr_tests::process;
 use fpr_tests::reporting::Reporting;
 use serde_json::Value;
@@ -31,6 +31,10 @@ pub(crate) fn accounting(json: &Path) -> Result<()> {
         return in_release(&["bench", "accounting", "--json"], json);
     }
     write(json, accounting::run)
+}
+
+pub(crate) fn scale(json: &Path, vms: usize, runs: usize) -> Result<()> {
+    write(json, |progress| scale::run(vms, runs, progress))
 }
 
 /// What runs in this process is measured as it ships: unoptimised, the core costs ten times as much beside its system calls.

@@ -75,6 +75,18 @@ enum Bench {
         #[arg(long)]
         json: PathBuf,
     },
+    /// What one daemon with many VMs costs, how soon it answers them all, and what one VM does to the others. No guest.
+    Scale {
+        /// Where the result goes.
+        #[arg(long)]
+        json: PathBuf,
+        /// How many VMs.
+        #[arg(long, default_value_t = 200)]
+        vms: usize,
+        /// Runs per configuration.
+        #[arg(long, default_value_t = 5)]
+        runs: usize,
+    },
     /// How fast memory is dropped, and what the reporting queue adds to the system calls. No guest; wants root.
     Discard {
         /// Where the result goes.
@@ -98,6 +110,7 @@ fn main() -> ExitCode {
         Command::Dist { out } => dist::run_all(&out).map(|()| true),
         Command::Man { out } => man::run(&out).map(|()| true),
         Command::Bench(Bench::Accounting { json }) => bench::accounting(&json).map(|()| true),
+        Command::Bench(Bench::Scale { json, vms, runs }) => bench::scale(&json, vms, runs).map(|()| true),
         Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
     };
     match outcome {

@@ -328,6 +328,13 @@ impl Agent {
         self.guest.send(&Packet { flags, buf_alloc, fwd_cnt, ..Packet::new(op, port, payload) });
     }
 
+    /// Takes what has come, and waits for nothing.
+    pub fn serve_waiting(&mut self) {
+        while self.guest.has_packet() {
+            self.pump();
+        }
+    }
+
     /// Takes one packet of the host and does what a guest's kernel and its agent do with it.
     fn pump(&mut self) {
         let packet = self.guest.receive();

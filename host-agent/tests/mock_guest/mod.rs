@@ -226,6 +226,10 @@ impl Guest {
         self.queues[TX].wait_used(&self.memory);
     }
 
+    pub fn has_packet(&self) -> bool {
+        self.queues[RX].has_used(&self.memory)
+    }
+
     pub fn receive(&mut self) -> Packet {
         let (index, len) = self.queues[RX].wait_used(&self.memory);
         let mut bytes = vec![0; len as usize];

@@ -1,11 +1,13 @@
 //! The driver's side of one virtqueue: rings in guest memory, eventfds to kick and to be called.
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VringConfigData};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{USER, WAIT};
@@ -24,6 +26,8 @@ pub struct Queue {
     pub entries: u16,
     kick: EventFd,
     call: EventFd,
+    /// Waits for `call`.
+    called: Epoll,
     /// Where the next chain's descriptors go; they are used in order.
     descriptor: u16,
     pub avail: u16,
@@ -33,7 +37,9 @@ pub struct Queue {
 impl Queue {
     pub fn new(base: u64, entries: u16) -> Self {
         let eventfd = || EventFd::new(EFD_NONBLOCK).unwrap();
-        Self { base, entries, kick: eventfd(), call: eventfd(), descriptor: 0, avail: 0, used: 0 }
+        let (call, called) = (eventfd(), Epoll::new().unwrap());
+        called.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0)).unwrap();
+        Self { base, entries, kick: eventfd(), call, called, descriptor: 0, avail: 0, used: 0 }
     }
 
     /// As a driver leaves it when it has just been loaded.
@@ -98,6 +104,11 @@ impl Queue {
         memory.load(GuestAddress(self.base + USED + 2), Ordering::SeqCst).unwrap()
     }
 
+    /// Whether a chain came back.
+    pub fn has_used(&self, memory: &GuestMemoryMmap) -> bool {
+        self.used_index(memory) != self.used
+    }
+
     /// Head and length of the next chain that came back.
     pub fn take_used(&mut self, memory: &GuestMemoryMmap) -> Option<(u16, u32)> {
         if self.used_index(memory) == self.used {
@@ -120,7 +131,7 @@ impl Queue {
             assert!(Instant::now() < deadline, "nothing used in {WAIT:?}, index still {}", self.used);
             // Until the device signals, or shortly: the ring is looked at either way.
             if self.call.read().is_err() {
-                std::thread::sleep(Duration::from_micros(200));
+                let _ = self.called.wait(5, &mut [EpollEvent::default()]);
             }
         }
     }

@@ -7,4 +7,5 @@ pub mod curve;
 pub mod discard;
 pub mod report;
 pub mod return_memory;
+pub mod scale;
 pub mod usage;
