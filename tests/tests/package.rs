@@ -118,7 +118,8 @@ fn the_host_package_installs_serves_and_purges() -> Result<()> {
     assert_permissions(&container)?;
     assert_an_unprivileged_daemon_can_inspect(&container)?;
     assert_reload(&container)?;
-    assert_watchdog(&container)?;
+    assert_watchdog(&container, HOST, "")?;
+    container.run("fpr-host-agent status")?;
 
     // An upgrade leaves the daemon alone, and says so.
     let pid = property(&container, HOST, "MainPID")?;
@@ -205,14 +206,13 @@ fn assert_reload(container: &Container) -> Result<()> {
     Ok(())
 }
 
-/// A daemon that hangs is started anew.
-fn assert_watchdog(container: &Container) -> Result<()> {
-    assert_eq!(property(container, HOST, "WatchdogUSec")?, "30s");
-    drop_in(container, HOST, "[Service]\nWatchdogSec=2\nRestartSec=0\n")?;
-    container.run("systemctl restart fpr-host-agent && systemctl kill --signal=STOP fpr-host-agent")?;
-    wait_for(container, HOST, "NRestarts", "1")?;
-    wait_for(container, HOST, "ActiveState", "active")?;
-    container.run("fpr-host-agent status").map(drop)
+/// An agent that hangs is started anew. `unit` are settings that the test needs beside.
+fn assert_watchdog(container: &Container, name: &str, unit: &str) -> Result<()> {
+    assert_eq!(property(container, name, "WatchdogUSec")?, "30s");
+    drop_in(container, name, &format!("{unit}[Service]\nWatchdogSec=2\nRestartSec=0\n"))?;
+    container.run(&format!("systemctl restart {name} && systemctl kill --signal=STOP {name}"))?;
+    wait_for(container, name, "NRestarts", "1")?;
+    wait_for(container, name, "ActiveState", "active")
 }
 
 #[test]
@@ -236,6 +236,9 @@ fn the_guest_package_installs_runs_and_purges() -> Result<()> {
     let namespaces = container.run(&format!("readlink /proc/{pid}/ns/mnt /proc/1/ns/mnt"))?;
     let namespaces: Vec<_> = namespaces.lines().collect();
     assert!(namespaces.len() == 2 && namespaces[0] == namespaces[1], "{namespaces:?}");
+
+    assert_watchdog(&container, GUEST, "[Unit]\nConditionVirtualization=\n")?;
+    let pid = property(&container, GUEST, "MainPID")?;
 
     // An upgrade restarts it, which costs nothing.
     install(&container, GUEST)?;
