@@ -93,6 +93,7 @@ fn the_kernels_reports_return_memory_and_outlive_a_reset_and_a_new_daemon() -> R
     assert_eq!(guest.source_bytes(KERNEL, "refused_bytes")?, 0);
     assert_eq!(guest.counter("huge_pages_dropped")?, 0, "there is no agent in the guest");
     assert_eq!(guest.host_status()?["balloon"]["kernel_reporting"], true);
+    assert_eq!(guest.host_status()?["balloon"]["chains_delayed"], 0, "no stock kernel reports too fast");
 
     // The machine is reset in the middle of it; what runs there next is given back no page of the past.
     report_under_way(&guest)?;
