@@ -27,6 +27,8 @@ pub mod bench;
 #[cfg(feature = "harness")]
 pub mod container;
 #[cfg(feature = "harness")]
+pub mod crowd;
+#[cfg(feature = "harness")]
 pub mod daemon;
 #[cfg(feature = "harness")]
 pub mod environment;

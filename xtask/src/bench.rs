@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use fpr_tests::bench::return_memory::{self, Options};
-use fpr_tests::bench::{accounting, discard, scale};
+use fpr_tests::bench::{accounting, discard, rank, scale};
 use fpr_tests::process;
 use fpr_tests::reporting::Reporting;
 use serde_json::Value;
@@ -24,6 +24,14 @@ pub(crate) fn discard(json: &Path, runs: usize) -> Result<()> {
         return in_release(&["bench", "discard", "--runs", &runs.to_string(), "--json"], json);
     }
     write(json, |progress| discard::run(runs, progress))
+}
+
+pub(crate) fn rank(json: &Path, runs: usize) -> Result<()> {
+    ensure!(runs > 0, "nothing to measure: --runs must not be 0");
+    if cfg!(debug_assertions) {
+        return in_release(&["bench", "rank", "--runs", &runs.to_string(), "--json"], json);
+    }
+    write(json, |progress| rank::run(runs, progress))
 }
 
 pub(crate) fn accounting(json: &Path) -> Result<()> {

@@ -87,6 +87,15 @@ enum Bench {
         #[arg(long, default_value_t = 5)]
         runs: usize,
     },
+    /// How long it takes to choose the VM to ask for memory on precise figures, among 40 and 10,000 processes and cgroups.
+    Rank {
+        /// Where the result goes.
+        #[arg(long)]
+        json: PathBuf,
+        /// Runs per configuration.
+        #[arg(long, default_value_t = 5)]
+        runs: usize,
+    },
     /// How fast memory is dropped, and what the reporting queue adds to the system calls. No guest; wants root.
     Discard {
         /// Where the result goes.
@@ -111,6 +120,7 @@ fn main() -> ExitCode {
         Command::Man { out } => man::run(&out).map(|()| true),
         Command::Bench(Bench::Accounting { json }) => bench::accounting(&json).map(|()| true),
         Command::Bench(Bench::Scale { json, vms, runs }) => bench::scale(&json, vms, runs).map(|()| true),
+        Command::Bench(Bench::Rank { json, runs }) => bench::rank(&json, runs).map(|()| true),
         Command::Bench(Bench::Discard { json, runs }) => bench::discard(&json, runs).map(|()| true),
     };
     match outcome {

@@ -5,6 +5,7 @@ mod aftermath;
 mod cgroup;
 pub mod curve;
 pub mod discard;
+pub mod rank;
 pub mod report;
 pub mod return_memory;
 pub mod scale;
