@@ -22,23 +22,25 @@
 //! for its front end to go. `failed` is wanted and cannot be made: tried again whenever a VM has ended.
 
 pub mod directory;
+mod error;
 mod folders;
 pub mod plan;
+mod report;
 #[allow(unsafe_code)]
 mod sys;
 mod task;
 mod watchdog;
 
 use crate::config::{Config, ConfigError};
-use crate::vm::status::VmStatus;
-use crate::vm::{NotTaken, Origin, Request, SpawnError, VmConfig, VmHandle};
+use crate::vm::{NotTaken, Origin, Request, VmConfig, VmHandle};
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout_at};
 
+pub use error::{FleetError, ReloadError};
+pub use report::{Figures, Reloaded, VmReport};
 pub use watchdog::notify;
 
 /// VMs at most: each costs threads and descriptors, and who may create folders in the VM directory could create any number.
@@ -101,162 +103,6 @@ pub struct View {
     pub members: Arc<[Member]>,
     /// Why the daemon still has an older configuration than the file's.
     pub config_error: Option<String>,
-}
-
-/// A VM's figures, if it answered.
-#[derive(Clone, Debug, Serialize)]
-#[serde(untagged)]
-pub enum Figures {
-    /// It did.
-    Answered(Box<VmStatus>),
-    /// It did not, or there is nobody to ask.
-    Unanswered {
-        /// Its name.
-        name: String,
-    },
-}
-
-/// One VM in `status`.
-#[derive(Clone, Debug, Serialize)]
-pub struct VmReport {
-    /// Its name and figures.
-    #[serde(flatten)]
-    pub figures: Figures,
-    /// Who wants it.
-    pub origin: Origin,
-    /// What it is doing.
-    pub state: State,
-    /// Why it failed, or what it waits for.
-    pub state_detail: Option<String>,
-}
-
-impl VmReport {
-    /// Of a VM that was asked; `None` did not answer.
-    #[must_use]
-    pub fn new(member: Member, status: Option<VmStatus>) -> Self {
-        let asked = member.handle.is_some() && member.state != State::Stopping;
-        let silent = asked && status.is_none();
-        let limit = ANSWER_LIMIT.as_secs();
-        Self {
-            origin: member.origin,
-            state: if silent { State::Unresponsive } else { member.state },
-            state_detail: if silent {
-                Some(format!("its task did not answer within {limit} s"))
-            } else {
-                member.detail
-            },
-            figures: match status {
-                Some(status) => Figures::Answered(Box::new(status)),
-                None => Figures::Unanswered { name: member.name },
-            },
-        }
-    }
-}
-
-#[cfg(test)]
-impl VmReport {
-    /// The figures of a VM that answered.
-    pub(crate) fn answered(&mut self) -> Option<&mut VmStatus> {
-        match &mut self.figures {
-            Figures::Answered(status) => Some(status),
-            Figures::Unanswered { .. } => None,
-        }
-    }
-}
-
-/// What a reload did.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Reloaded {
-    /// VMs that are new.
-    pub added: Vec<String>,
-    /// VMs that are not wanted any more; with a front end they wait for it to go.
-    pub removed: Vec<String>,
-    /// VMs with new values, all in force.
-    pub changed: Vec<String>,
-    /// VMs with new devices, which begin anew when their front end has gone.
-    pub changing: Vec<String>,
-    /// VMs that could not be made, and why.
-    pub failed: BTreeMap<String, String>,
-    /// What takes a restart of the daemon.
-    pub notes: Vec<String>,
-}
-
-/// Why a VM could not be added or removed.
-#[derive(Debug, thiserror::Error)]
-pub enum FleetError {
-    /// There is one.
-    #[error("VM {name} is there already ({origin}): choose another name, or remove it first with `fpr-host-agent vm remove {name}`", origin = origin.word())]
-    Duplicate {
-        /// The name.
-        name: String,
-        /// Who wants the other.
-        origin: Origin,
-    },
-    /// Its devices are still being stopped.
-    #[error("VM {name} is being stopped: try again in a moment")]
-    Stopping {
-        /// The name.
-        name: String,
-    },
-    /// A path belongs to another VM.
-    #[error("{path} is the socket of VM {other}: give each device a path of its own")]
-    SocketTaken {
-        /// The path.
-        path: String,
-        /// Whose it is.
-        other: String,
-    },
-    /// No socket and no directory.
-    #[error(
-        "VM {name} has no device: say --socket PATH, --balloon PATH or both, or set `directory` in the configuration"
-    )]
-    NoDevice {
-        /// The name.
-        name: String,
-    },
-    /// [`MAX_VMS`].
-    #[error("there are {MAX_VMS} VMs, and more are not served: remove some")]
-    TooMany,
-    /// No such VM.
-    #[error("no VM {name}; there are: {known}")]
-    Unknown {
-        /// The name.
-        name: String,
-        /// Those that are there.
-        known: String,
-    },
-    /// Somebody uses it.
-    #[error("VM {name} has a front end ({front_end}): stop its VMM first, or say --force to cut it off")]
-    InUse {
-        /// The name.
-        name: String,
-        /// Its process.
-        front_end: String,
-    },
-    /// Its task does not answer, or its devices did not stop in time.
-    #[error("VM {name} does not answer: look at the daemon's log")]
-    Silent {
-        /// The name.
-        name: String,
-    },
-    /// Socket, threads.
-    #[error("VM {name}")]
-    Spawn {
-        /// The name.
-        name: String,
-        /// Why.
-        #[source]
-        source: SpawnError,
-    },
-    /// Its folder.
-    #[error(transparent)]
-    Folder(#[from] directory::DirectoryError),
-    /// A name or a path.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The daemon ends.
-    #[error("the daemon is being stopped")]
-    Ending,
 }
 
 /// What the task is told.
@@ -404,17 +250,6 @@ impl Fleet {
         self.orders.send(order(answer)).await.map_err(|_| FleetError::Ending)?;
         receiver.await.map_err(|_| FleetError::Ending)?
     }
-}
-
-/// Why a reload changed nothing.
-#[derive(Debug, thiserror::Error)]
-pub enum ReloadError {
-    /// The file.
-    #[error("the old configuration stays in force")]
-    Config(#[from] ConfigError),
-    /// The daemon ends.
-    #[error("the daemon is being stopped")]
-    Ending,
 }
 
 fn unknown(name: &str, view: &View) -> FleetError {
