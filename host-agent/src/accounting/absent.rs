@@ -6,7 +6,8 @@ use std::io;
 use std::path::Path;
 
 /// What helps where reading another process's files is not permitted.
-const RIGHTS: &str = "run as root, as the VMM's user with the same capabilities, or with CAP_SYS_PTRACE";
+const RIGHTS: &str =
+    "run as root, as the VMM's user with the same capabilities, or with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH";
 
 impl Absent {
     pub(super) fn new(reason: AbsentReason, detail: impl Into<String>) -> Self {

@@ -16,6 +16,10 @@ const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 
 /// `include/uapi/linux/capability.h`.
 const CAP_SYS_PTRACE: u32 = 19;
+/// `/proc/PID/fd` has mode 0500 and the VMM's owner, which comes before any question of ptrace.
+const CAP_DAC_READ_SEARCH: u32 = 2;
+/// Either reads and searches everything.
+const CAP_DAC_OVERRIDE: u32 = 1;
 
 /// Fewer pending signals than this left to the user is a warning: each VM's drops hold one timer at a time, and each
 /// timer holds one (`RLIMIT_SIGPENDING`, setrlimit(2)).
@@ -79,20 +83,30 @@ fn inspect(subject: &Subject, status: &str) -> Line {
     let Some(uid) = field(status, "Uid:").and_then(|ids| ids.split_whitespace().nth(3)?.parse::<u32>().ok()) else {
         return unclear(Check::Inspect, subject, "Uid");
     };
-    let line = if capabilities >> CAP_SYS_PTRACE & 1 == 1 {
-        Line::ok(Check::Inspect, format!("{} has CAP_SYS_PTRACE: any VMM can be looked into", subject.name))
+    let has = |capability: u32| capabilities >> capability & 1 == 1;
+    let (ptrace, search) = (has(CAP_SYS_PTRACE), has(CAP_DAC_READ_SEARCH) || has(CAP_DAC_OVERRIDE));
+    let line = if ptrace && search {
+        Line::ok(
+            Check::Inspect,
+            format!("{} has CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH: any VMM can be looked into", subject.name),
+        )
     } else {
+        let missing = match (ptrace, search) {
+            (false, false) => "CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
+            (false, true) => "CAP_SYS_PTRACE",
+            _ => "CAP_DAC_READ_SEARCH",
+        };
         Line::warn(
             Check::Inspect,
             format!(
-                "{} runs as uid {uid} without CAP_SYS_PTRACE: only VMMs of that user with no more capabilities can be \
+                "{} runs as uid {uid} without {missing}: only VMMs of that user with no more capabilities can be \
                  looked into; for all others the gate `uninspectable` closes",
                 subject.name
             ),
-            "run the host agent as root or give it CAP_SYS_PTRACE (pkg/systemd/fpr-host-agent.service does)",
+            "run the host agent as root or give it both capabilities (pkg/systemd/fpr-host-agent.service does)",
         )
     };
-    line.figure("uid", uid).figure("cap_sys_ptrace", capabilities >> CAP_SYS_PTRACE & 1 == 1)
+    line.figure("uid", uid).figure("cap_sys_ptrace", ptrace).figure("cap_dac_read_search", search)
 }
 
 fn drop_guard(subject: &Subject, status: &str) -> Line {

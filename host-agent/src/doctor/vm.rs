@@ -40,7 +40,7 @@ fn memory(vmm: &Vmm) -> (Line, u64) {
     let blocks = match guest_memory::blocks(vmm) {
         Ok(blocks) => blocks,
         Err(finding) => {
-            let remedy = "run doctor as root, or as the VMM's user with CAP_SYS_PTRACE";
+            let remedy = "run doctor as root, or with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH";
             return (Line::warn(Check::Memory, format!("unknown: {}", finding.detail), remedy), 0);
         }
     };
@@ -79,7 +79,11 @@ fn holdings(proc: &Path, vmm: &Vmm, guest_bytes: u64) -> [Line; 2] {
         let unknown = of(Gate::Uninspectable).next();
         match unknown {
             _ if !seen.is_empty() => Line::no(check, seen.join("; "), remedy),
-            Some(why) => Line::warn(check, format!("unknown: {why}"), "run doctor as root or with CAP_SYS_PTRACE"),
+            Some(why) => Line::warn(
+                check,
+                format!("unknown: {why}"),
+                "run doctor as root or with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
+            ),
             None => Line::ok(check, fine),
         }
     };

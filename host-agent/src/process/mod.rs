@@ -130,7 +130,7 @@ fn unreadable(path: &Path, error: &io::Error) -> Finding {
     uninspectable(match error.kind() {
         io::ErrorKind::PermissionDenied => format!(
             "cannot read {path}: {error}; run the host agent as the VMM's user with the same capabilities, or give it \
-             CAP_SYS_PTRACE"
+             CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
         ),
         // ESRCH: the process died while the file was open.
         io::ErrorKind::NotFound => format!("{path} is gone: the VMM has exited and must connect again"),

@@ -108,7 +108,14 @@ fn each_thing_that_is_wrong_is_a_line_with_a_remedy() {
             |host| host.write("proc/self/status", "Uid:\t7\t7\t7\t7\nSigQ:\t3/1000\nCapEff:\t0000000000000000\n"),
             Check::Inspect,
             Warn,
-            &["uid 7", "uninspectable", "CAP_SYS_PTRACE"],
+            &["uid 7", "uninspectable", "CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"],
+        ),
+        (
+            // CAP_SYS_PTRACE alone: the directory fd of another user's process cannot be opened.
+            |host| host.write("proc/self/status", "Uid:\t7\t7\t7\t7\nSigQ:\t3/1000\nCapEff:\t0000000000080000\n"),
+            Check::Inspect,
+            Warn,
+            &["uid 7", "uninspectable", "without CAP_DAC_READ_SEARCH"],
         ),
         (
             |host| host.write("proc/self/status", "Uid:\t0\t0\t0\t0\nSigQ:\t990/1000\nCapEff:\t000001ffffffffff\n"),
