@@ -38,6 +38,9 @@ pub(crate) fn reload(control: &Path) -> anyhow::Result<()> {
             let _ = writeln!(text, "{}: {said}", name.as_str().unwrap_or("?"));
         }
     }
+    for (name, what) in reloaded["waiting"].as_object().into_iter().flatten() {
+        let _ = writeln!(text, "{name}: {}", what.as_str().unwrap_or("?"));
+    }
     for note in reloaded["notes"].as_array().into_iter().flatten() {
         let _ = writeln!(text, "{}", note.as_str().unwrap_or("?"));
     }

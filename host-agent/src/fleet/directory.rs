@@ -25,8 +25,8 @@ const FOLDER_MODE: u32 = 0o750;
 /// Rest between two looks, so that somebody who makes and removes folders all the time costs next to nothing.
 const REST: Duration = Duration::from_millis(50);
 
-/// Between two attempts to watch a directory that has gone.
-const RETRY: Duration = Duration::from_secs(1);
+/// Between two attempts to watch a directory that has gone, or to read one that cannot be read.
+pub(super) const RETRY: Duration = Duration::from_secs(1);
 
 /// Folders read at most: those beyond could not be served anyway.
 const MAX_FOLDERS: usize = MAX_VMS + 64;
@@ -65,14 +65,19 @@ pub type Folders = BTreeMap<String, Result<Folder, String>>;
 /// It cannot be read.
 pub fn scan(directory: &Path) -> io::Result<Folders> {
     let mut folders = Folders::new();
-    for entry in std::fs::read_dir(directory)?.take(MAX_FOLDERS) {
+    for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
-        let name = entry.file_name().to_str().map_or_else(|| entry.file_name().display().to_string(), str::to_owned);
+        // A name is shown on terminals and in logs, and one with anything to escape in it is no VM's.
+        let name = entry.file_name().display().to_string().escape_debug().to_string();
         // Gone since it was listed: as if it had not been there.
         let Ok(metadata) = entry.path().symlink_metadata() else { continue };
         let kind = metadata.file_type();
         if name.starts_with('.') || !(kind.is_dir() || kind.is_symlink()) {
             continue;
+        }
+        // Only what could be a VM counts: a thousand plain files hide no folder.
+        if folders.len() == MAX_FOLDERS {
+            break;
         }
         let folder = if kind.is_dir() {
             Ok(Folder::of(&metadata))
@@ -188,13 +193,16 @@ mod tests {
         for folder in ["web1", "b d", ".web2.new"] {
             std::fs::create_dir(dir.path().join(folder)).unwrap();
         }
-        std::fs::write(dir.path().join("README"), "").unwrap();
+        for number in 0..=MAX_FOLDERS {
+            std::fs::write(dir.path().join(format!("file{number}")), "").unwrap();
+        }
+        std::fs::create_dir(dir.path().join("c\n\x1b[2J")).unwrap();
         std::os::unix::fs::symlink("web1", dir.path().join("link")).unwrap();
 
         let folders = scan(dir.path()).unwrap();
 
         let found: Vec<_> = folders.iter().map(|(name, folder)| (name.as_str(), folder.is_ok())).collect();
-        assert_eq!(found, [("b d", true), ("link", false), ("web1", true)]);
+        assert_eq!(found, [("b d", true), ("c\\n\\u{1b}[2J", true), ("link", false), ("web1", true)]);
     }
 
     #[tokio::test]

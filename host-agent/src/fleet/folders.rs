@@ -2,11 +2,13 @@
 
 use super::directory::{self, Folder, Folders, Watcher};
 use super::task::{Entry, Task};
-use super::{FleetError, State};
+use super::{FleetError, Order, State};
 use crate::config;
 use crate::vm::{Origin, VmConfig};
+use std::io;
 use std::path::{Path, PathBuf};
-use tracing::info;
+use std::time::Instant;
+use tracing::{info, warn};
 
 /// Folders that cannot be VMs, kept for people to see.
 const MAX_REFUSED: usize = 32;
@@ -19,24 +21,32 @@ impl Entry {
 
 impl Task {
     pub(super) fn watch_directory(&mut self, directory: Option<PathBuf>) -> Result<(), FleetError> {
-        if let Some(watcher) = self.watcher.take() {
-            watcher.abort();
+        // One that cannot be used changes nothing.
+        let watcher = directory.as_deref().map(Watcher::open).transpose()?;
+        if let Some(before) = self.watcher.take() {
+            before.abort();
         }
-        let opened = directory.as_deref().map(Watcher::open).transpose();
-        // Without it the VMs of the directory before leave.
         self.config.directory = directory;
-        let opened = opened.map(|watcher| {
-            self.watcher = watcher.map(|watcher| tokio::spawn(watcher.run(self.orders.clone())).abort_handle());
-        });
+        self.watcher = watcher.map(|watcher| tokio::spawn(watcher.run(self.orders.clone())).abort_handle());
         self.look_into_directory();
-        Ok(opened?)
+        Ok(())
     }
 
     /// Makes the VMs whose folders have come, and lets those go whose folders have gone.
     pub(super) fn look_into_directory(&mut self) {
         let directory = self.config.directory.clone();
-        // One that cannot be read has no VMs. Its watcher waits for it to come back.
-        let folders = directory.as_deref().map_or_else(Folders::new, |path| directory::scan(path).unwrap_or_default());
+        if let Some(look) = self.look_again.take() {
+            look.abort();
+        }
+        let folders = match directory.as_deref().map_or_else(|| Ok(Folders::new()), directory::scan) {
+            Ok(folders) => folders,
+            // Removed, and its VMs with it. Its watcher waits for it to come back.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Folders::new(),
+            Err(error) => {
+                self.keep_folders(&error);
+                return;
+            }
+        };
         let found = |name: &str| folders.get(name).and_then(|folder| folder.as_ref().ok().copied());
         self.given_up.retain(|name, folder| found(name) == Some(*folder));
         // What was wrong with a folder goes with it.
@@ -53,6 +63,20 @@ impl Task {
                 self.look_at_folder(directory, &name, folder);
             }
         }
+    }
+
+    /// No descriptor left, no permission: says nothing about what is in the directory.
+    fn keep_folders(&mut self, error: &io::Error) {
+        if let Some(suppressed) = self.log.admit(Instant::now()) {
+            let directory = self.config.directory.as_ref().map(|path| path.display().to_string());
+            warn!(directory, %error, suppressed, "cannot read the VM directory: its VMs stay as they are");
+        }
+        let orders = self.orders.clone();
+        let look = tokio::spawn(async move {
+            tokio::time::sleep(directory::RETRY).await;
+            let _ = orders.send(Order::FoldersChanged).await;
+        });
+        self.look_again = Some(look.abort_handle());
     }
 
     fn look_at_folder(&mut self, directory: &Path, name: &str, folder: Result<Folder, String>) {

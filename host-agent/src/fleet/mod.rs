@@ -19,7 +19,8 @@
 //!   failed        leaving, changing ---------------------------------+
 //! ```
 //! A VM is `leaving` when nobody wants it any more, and `changing` when it is to begin anew with other sockets; both wait
-//! for its front end to go. `failed` is wanted and cannot be made: tried again whenever a VM has ended.
+//! for its front end to go. A new VM that waits for the socket of one that goes is `changing`, too. `failed` is wanted and
+//! cannot be made: tried again whenever a VM has ended.
 
 pub mod directory;
 mod error;
@@ -64,7 +65,7 @@ pub enum State {
     Running,
     /// Nobody wants it any more; ends when its front end has gone.
     Leaving,
-    /// Begins anew, with what the configuration says now, when its front end has gone.
+    /// Begins anew, with what the configuration says now, when its front end, or the VM that has its socket, has gone.
     Changing,
     /// Its devices are being stopped.
     Stopping,
@@ -132,8 +133,9 @@ enum Order {
     Ended {
         id: u64,
     },
-    /// The VMs that did not answer in a round of the watchdog.
+    /// How many VMs answered in a round of the watchdog, and which did not.
     Round {
+        answered: usize,
         silent: Vec<String>,
     },
     Shutdown {

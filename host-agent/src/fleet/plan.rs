@@ -29,8 +29,8 @@ pub enum Step {
     Change(VmConfig),
     /// Give it these values now; its devices stay.
     Apply(VmConfig),
-    /// The name is somebody else's.
-    Taken(String, Origin),
+    /// The name is somebody else's; make it when that one has gone.
+    Taken(VmConfig, Origin),
 }
 
 fn of_configuration(origin: Origin) -> bool {
@@ -53,7 +53,7 @@ pub fn reload(known: &[Known<'_>], wanted: &[VmConfig]) -> Vec<Step> {
         };
         let same = same_devices(vm.config, wanted);
         steps.extend(match vm.state {
-            _ if is_of_others(vm.config.origin, same) => Some(Step::Taken(wanted.name.clone(), vm.config.origin)),
+            _ if is_of_others(vm.config.origin, same) => Some(Step::Taken(wanted.clone(), vm.config.origin)),
             // Nothing of it is there that would have to go first.
             State::Failed => Some(Step::Add(wanted.clone())),
             State::Leaving | State::Stopping if same => Some(Step::Stay(wanted.clone())),
@@ -62,6 +62,8 @@ pub fn reload(known: &[Known<'_>], wanted: &[VmConfig]) -> Vec<Step> {
             _ => Some(Step::Apply(wanted.clone())),
         });
     }
+    // Last: by then every VM whose socket a new one may take over is known to go.
+    steps.sort_by_key(|step| matches!(step, Step::Add(_)));
     steps
 }
 
@@ -100,7 +102,7 @@ mod tests {
             Step::Stay(vm) => format!("stay {}", vm.name),
             Step::Change(vm) => format!("change {}", vm.name),
             Step::Apply(vm) => format!("apply {}", vm.name),
-            Step::Taken(name, origin) => format!("taken {name} {}", origin.word()),
+            Step::Taken(vm, origin) => format!("taken {} {}", vm.name, origin.word()),
         };
         reload(&known, wanted).into_iter().map(text).collect()
     }
@@ -115,6 +117,12 @@ mod tests {
     fn vms_come_and_go_and_devices_change() {
         let known = [(vm("a", "/a"), State::Running), (vm("b", "/b"), State::Running), (vm("d", "/d"), State::Leaving)];
         assert_eq!(steps(&known, &[vm("b", "/x"), vm("c", "/c")]), ["leave a", "change b", "add c"]);
+    }
+
+    #[test]
+    fn new_vms_come_when_those_whose_sockets_they_take_are_known_to_go() {
+        let known = [(vm("b", "/b"), State::Running)];
+        assert_eq!(steps(&known, &[vm("a", "/b"), vm("b", "/x")]), ["change b", "add a"]);
     }
 
     #[test]

@@ -78,6 +78,8 @@ pub struct Reloaded {
     pub changed: Vec<String>,
     /// VMs with new devices, which begin anew when their front end has gone.
     pub changing: Vec<String>,
+    /// New VMs that wait for another one to end, and for which.
+    pub waiting: BTreeMap<String, String>,
     /// VMs that could not be made, and why.
     pub failed: BTreeMap<String, String>,
     /// What takes a restart of the daemon.

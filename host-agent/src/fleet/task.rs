@@ -4,16 +4,14 @@
 use super::directory::{self, Folder};
 use super::plan::{self, Known, Step};
 use super::watchdog;
-use super::{
-    ANSWER_LIMIT, FleetError, Force, MAX_VMS, Member, Order, Reloaded, STOP_DEADLINE, State, Unanswered, View, unknown,
-};
+use super::{ANSWER_LIMIT, FleetError, Force, MAX_VMS, Member, Order, Reloaded, STOP_DEADLINE, State, View, unknown};
 use crate::config::{self, Config, ConfigError};
 use crate::log_limit::RateLimited;
-use crate::vm::{self, Leave, MemoryFiles, NotTaken, Request, VmConfig, VmHandle};
+use crate::vm::{self, Leave, MemoryFiles, NotTaken, Origin, Request, VmConfig, VmHandle};
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval};
@@ -35,6 +33,10 @@ pub(super) struct Entry {
     pub(super) next: Option<(VmConfig, Option<Folder>)>,
     /// Who waits for its end.
     pub(super) waiting: Vec<Answer>,
+    /// Removals that the VM has been asked for and whose answers are on the way.
+    pub(super) removals: usize,
+    /// Its task has ended; what that means is known when those answers are there.
+    pub(super) ended: bool,
 }
 
 impl Entry {
@@ -62,6 +64,13 @@ pub(super) struct Task {
     pub(super) ending: Option<oneshot::Sender<()>>,
     pub(super) told: String,
     pub(super) log: RateLimited,
+    /// VMs of the file whose names somebody else has.
+    pub(super) taken: Vec<VmConfig>,
+    /// The next look into a directory that could not be read.
+    pub(super) look_again: Option<AbortHandle>,
+    /// VMs that did not answer in the watchdog's last round.
+    pub(super) silent: usize,
+    pub(super) silent_log: RateLimited,
 }
 
 impl Task {
@@ -80,6 +89,10 @@ impl Task {
             ending: None,
             told: String::new(),
             log: RateLimited::guest_caused(),
+            taken: Vec::new(),
+            look_again: None,
+            silent: 0,
+            silent_log: RateLimited::guest_caused(),
         };
         (task, receiver)
     }
@@ -153,8 +166,20 @@ impl Task {
             }
             Order::FoldersChanged => self.look_into_directory(),
             Order::Ended { id } => self.ended(id),
-            Order::Round { silent } => self.end_round(&silent),
+            Order::Round { answered, silent } => self.end_round(answered, &silent),
             Order::Shutdown { answer } => self.shut_down(answer),
+        }
+        self.make_taken();
+    }
+
+    /// A name that the file wants and somebody else had is the file's when the other has gone.
+    fn make_taken(&mut self) {
+        if self.ending.is_some() {
+            return;
+        }
+        let is_free = |vm: &mut VmConfig| self.entries.iter().all(|entry| entry.config.name != vm.name);
+        for vm in self.taken.extract_if(.., is_free).collect::<Vec<_>>() {
+            self.make_or_fail(vm, None);
         }
     }
 
@@ -197,24 +222,48 @@ impl Task {
             folder,
             next: None,
             waiting: Vec::new(),
+            removals: 0,
+            ended: false,
         });
         Ok(())
     }
 
-    /// Makes a VM, or keeps it as one that failed. Says why.
-    pub(super) fn make_or_fail(&mut self, config: VmConfig, folder: Option<Folder>) -> Option<String> {
-        let detail = crate::error_chain(&self.make(config.clone(), folder).err()?);
-        self.fail(config, detail.clone());
-        Some(detail)
+    /// Makes a VM, or keeps it as one that waits or failed. Says which, and why.
+    pub(super) fn make_or_fail(&mut self, config: VmConfig, folder: Option<Folder>) -> Option<(State, String)> {
+        let error = self.make(config.clone(), folder).err()?;
+        let (state, detail) = match &error {
+            // A folder is looked at again whenever a VM has ended; what is kept of it here would lose the folder.
+            FleetError::SocketTaken { path, other } if config.origin != Origin::Directory && self.is_going(other) => {
+                (State::Changing, format!("waits for VM {other} to end, which has {path}"))
+            }
+            _ => (State::Failed, crate::error_chain(&error)),
+        };
+        self.keep_unmade(config, state, detail.clone());
+        Some((state, detail))
+    }
+
+    fn is_going(&self, name: &str) -> bool {
+        let going = |state| matches!(state, State::Leaving | State::Changing | State::Stopping);
+        self.entries.iter().any(|entry| entry.config.name == name && going(entry.state))
     }
 
     pub(super) fn fail(&mut self, config: VmConfig, detail: String) {
+        self.keep_unmade(config, State::Failed, detail);
+    }
+
+    fn keep_unmade(&mut self, config: VmConfig, state: State, detail: String) {
         let name = config.name.clone();
         let known = self.entries.iter().position(|entry| entry.config.name == name);
-        if known.is_some_and(|known| self.entries[known].detail.as_ref() == Some(&detail)) {
+        let same = |entry: &Entry| entry.state == state && entry.detail.as_ref() == Some(&detail);
+        if let Some(known) = known
+            && same(&self.entries[known])
+        {
+            self.entries[known].config = config;
             return;
         }
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
+        if state != State::Failed {
+            info!(vm = name, detail, "made later");
+        } else if let Some(suppressed) = self.log.admit(Instant::now()) {
             warn!(vm = name, origin = config.origin.word(), error = detail, suppressed, "no such VM can be made");
         }
         if let Some(known) = known {
@@ -224,12 +273,14 @@ impl Task {
         self.entries.push(Entry {
             id: self.next_id,
             config,
-            state: State::Failed,
+            state,
             detail: Some(detail),
             handle: None,
             folder: None,
             next: None,
             waiting: Vec::new(),
+            removals: 0,
+            ended: false,
         });
     }
 
@@ -260,7 +311,6 @@ impl Task {
             let _ = answer.send(Err(unknown(name, &self.view.borrow())));
             return;
         };
-        entry.next = None;
         let Some(handle) = entry.handle.clone() else {
             let (id, folder) = (entry.id, entry.folder);
             self.entries.retain(|entry| entry.id != id);
@@ -269,9 +319,12 @@ impl Task {
             return;
         };
         if entry.state == State::Stopping {
+            // It goes for certain, and what was to follow does not.
+            entry.next = None;
             entry.waiting.push(answer);
             return;
         }
+        entry.removals += 1;
         let (id, name, orders) = (entry.id, name.to_owned(), self.orders.clone());
         let when = if force == Force::Yes { Leave::Now } else { Leave::IfUnused };
         tokio::spawn(async move {
@@ -291,23 +344,35 @@ impl Task {
     }
 
     fn leaves(&mut self, id: u64, goes: Result<(), FleetError>, answer: Answer) {
-        match (goes, self.entries.iter_mut().find(|entry| entry.id == id)) {
-            (Err(error), _) => drop(answer.send(Err(error))),
-            (Ok(()), None) => drop(answer.send(Ok(()))),
-            (Ok(()), Some(entry)) => {
-                entry.state = State::Stopping;
+        let Some(entry) = self.entries.iter_mut().find(|entry| entry.id == id) else {
+            let _ = answer.send(goes);
+            return;
+        };
+        entry.removals -= 1;
+        match goes {
+            // What it was to become is still in force.
+            Err(error) => drop(answer.send(Err(error))),
+            Ok(()) => {
+                (entry.state, entry.next) = (State::Stopping, None);
                 entry.waiting.push(answer);
-                let (name, folder) = (entry.config.name.clone(), entry.folder);
-                if let Some(folder) = folder {
+                if let Some(folder) = entry.folder {
                     // Not to be found again by the next look.
-                    self.given_up.insert(name, folder);
+                    self.given_up.insert(entry.config.name.clone(), folder);
                 }
             }
+        }
+        if entry.ended {
+            self.ended(id);
         }
     }
 
     fn ended(&mut self, id: u64) {
         let Some(place) = self.entries.iter().position(|entry| entry.id == id) else { return };
+        if self.entries[place].removals > 0 {
+            // Whether it was removed or goes for another reason comes from another task.
+            self.entries[place].ended = true;
+            return;
+        }
         let mut entry = self.entries.remove(place);
         let name = entry.config.name.clone();
         if entry.state == State::Running && entry.next.is_none() && self.ending.is_none() {
@@ -335,8 +400,8 @@ impl Task {
 
     /// What one VM had may be what another lacked.
     fn retry_failed(&mut self) {
-        let failed = self.entries.iter().filter(|entry| entry.state == State::Failed && !entry.is_refused_folder());
-        for config in failed.map(|entry| entry.config.clone()).collect::<Vec<_>>() {
+        let unmade = self.entries.iter().filter(|entry| entry.handle.is_none() && !entry.is_refused_folder());
+        for config in unmade.map(|entry| entry.config.clone()).collect::<Vec<_>>() {
             self.make_or_fail(config, None);
         }
         self.look_into_directory();
@@ -380,7 +445,9 @@ impl Task {
             config: entry.next.as_ref().map_or(&entry.config, |(config, _)| config),
             state: entry.state,
         });
-        for step in plan::reload(&known.collect::<Vec<_>>(), &config.vms) {
+        let steps = plan::reload(&known.collect::<Vec<_>>(), &config.vms);
+        self.taken.clear();
+        for step in steps {
             self.take(step, &mut reloaded);
         }
         if config.control != self.config.control {
@@ -392,14 +459,17 @@ impl Task {
         }
         let directory = config.directory.clone();
         let moved = directory != self.config.directory;
-        self.config = Config { control: self.config.control.clone(), ..config };
+        // What is in force stays, so that the next reload finds the difference again.
+        let Config { control, metrics, directory: watched, .. } = self.config.clone();
+        self.config = Config { control, metrics, directory: watched, ..config };
         if moved && let Err(error) = self.watch_directory(directory) {
             let error = crate::error_chain(&error);
-            warn!(error, "no VM directory");
+            warn!(error, "the old VM directory stays in force");
+            self.config_error = Some(format!("directory: {error}"));
             reloaded.failed.insert("directory".to_owned(), error);
         }
-        let Reloaded { added, removed, changed, changing, failed, .. } = &reloaded;
-        info!(?added, ?removed, ?changed, ?changing, ?failed, "configuration read again");
+        let Reloaded { added, removed, changed, changing, waiting, failed, .. } = &reloaded;
+        info!(?added, ?removed, ?changed, ?changing, ?waiting, ?failed, "configuration read again");
         Ok(reloaded)
     }
 
@@ -408,7 +478,8 @@ impl Task {
             Step::Add(vm) => {
                 let name = vm.name.clone();
                 match self.make_or_fail(vm, None) {
-                    Some(error) => drop(reloaded.failed.insert(name, error)),
+                    Some((State::Failed, error)) => drop(reloaded.failed.insert(name, error)),
+                    Some((_, what)) => drop(reloaded.waiting.insert(name, what)),
                     None => reloaded.added.push(name),
                 }
             }
@@ -435,7 +506,9 @@ impl Task {
                 reloaded.changed.push(vm.name.clone());
                 self.apply(vm);
             }
-            Step::Taken(name, origin) => {
+            Step::Taken(vm, origin) => {
+                let name = vm.name.clone();
+                self.taken.push(vm);
                 let error = FleetError::Duplicate { name: name.clone(), origin };
                 reloaded.failed.insert(name, error.to_string());
             }
@@ -458,28 +531,12 @@ impl Task {
         entry.config.origin = vm.origin;
     }
 
-    fn begin_round(&self) {
-        let members: Vec<Member> = self.entries.iter().map(member).collect();
-        let orders = self.orders.clone();
-        tokio::spawn(async move {
-            let answers = super::ask(members.into_iter(), round_limit(), Request::Ping).await;
-            let silent = answers.into_iter().filter(|(_, answer)| *answer == Err(Unanswered::Silent));
-            let silent = silent.map(|(member, _)| member.name).collect();
-            let _ = orders.send(Order::Round { silent }).await;
-        });
-    }
-
-    fn end_round(&mut self, silent: &[String]) {
-        if silent.is_empty() {
-            watchdog::notify(&[sd_notify::NotifyState::Watchdog]);
-        } else {
-            error!(vms = silent.join(", "), "a VM's task does not answer: the watchdog is not fed");
-        }
-    }
-
     fn shut_down(&mut self, answer: oneshot::Sender<()>) {
         if let Some(watcher) = self.watcher.take() {
             watcher.abort();
+        }
+        if let Some(look) = self.look_again.take() {
+            look.abort();
         }
         self.entries.retain(|entry| entry.handle.is_some());
         for entry in &mut self.entries {
@@ -496,8 +553,8 @@ impl Task {
     fn publish(&mut self) {
         let members: Arc<[Member]> = self.entries.iter().map(member).collect();
         let running = members.iter().filter(|member| member.handle.is_some()).count();
-        let failed = members.len() - running;
-        let line = watchdog::status_line(running, failed, self.config_error.as_deref());
+        let failed = members.iter().filter(|member| member.state == State::Failed).count();
+        let line = watchdog::status_line(running, failed, self.silent, self.config_error.as_deref());
         if line != self.told {
             watchdog::notify(&[sd_notify::NotifyState::Status(&line)]);
             self.told = line;
@@ -506,7 +563,7 @@ impl Task {
     }
 }
 
-fn member(entry: &Entry) -> Member {
+pub(super) fn member(entry: &Entry) -> Member {
     Member {
         name: entry.config.name.clone(),
         origin: entry.config.origin,
@@ -518,7 +575,6 @@ fn member(entry: &Entry) -> Member {
     }
 }
 
-/// Half of the time between two rounds: generous beside microseconds, and over before the next.
-fn round_limit() -> Duration {
-    watchdog::period().map_or(ANSWER_LIMIT, |period| period / 2)
-}
+#[cfg(test)]
+#[path = "task_tests.rs"]
+mod tests;

@@ -26,9 +26,9 @@ use crate::accounting::Subject;
 use crate::accounting::books::Accounting;
 use crate::accounting::choose::Account;
 use crate::backing;
-use crate::device::Rings;
 use crate::device::balloon::{self, BalloonConfig};
 use crate::device::vsock::{self, VsockConfig};
+use crate::device::{DeviceEvent, Rings};
 use crate::session::Config;
 use crate::session::drain::{DrainError, Drained};
 pub use memory_files::MemoryFiles;
@@ -256,6 +256,22 @@ pub enum SpawnError {
     Worker(#[source] std::io::Error),
 }
 
+/// How long a device without a front end may take to end: one wake-up of its thread, even on a busy host.
+const END_LIMIT: Duration = Duration::from_secs(1);
+
+/// Until a device's thread has ended and taken its socket with it, so that the path is free for the next attempt.
+fn wait_for_end(mut events: mpsc::Receiver<DeviceEvent>) {
+    let (ended, end) = std::sync::mpsc::channel();
+    let waiting = std::thread::Builder::new().name("fpr device end".to_owned()).spawn(move || {
+        while events.blocking_recv().is_some() {}
+        let _ = ended.send(());
+    });
+    // Without a thread to wait, or after the limit, the device ends a little later.
+    if waiting.is_ok() {
+        let _ = end.recv_timeout(END_LIMIT);
+    }
+}
+
 /// Makes the VM's devices, workers and task.
 ///
 /// # Errors
@@ -280,9 +296,9 @@ pub fn spawn(config: VmConfig) -> Result<(VmHandle, tokio::task::JoinHandle<()>)
     let balloon = match balloon.transpose() {
         Ok(balloon) => balloon,
         Err(error) => {
-            // Its thread ends and takes its socket with it.
-            if let Some((vsock, _)) = vsock {
+            if let Some((vsock, events)) = vsock {
                 vsock.shutdown();
+                wait_for_end(events);
             }
             return Err(error.into());
         }

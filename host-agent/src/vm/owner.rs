@@ -258,6 +258,8 @@ impl Owner {
             }
             Request::Drain(wait, answer) => self.drain(wait, answer),
             Request::Ping(answer) => drop(answer.send(())),
+            // Who gave up waiting has been told that nothing came of it. For `WhenUnused` nobody waits.
+            Request::Leave(when, answer) if when != Leave::WhenUnused && answer.is_closed() => {}
             Request::Leave(when, answer) => drop(answer.send(self.leave(when))),
             Request::Stay(answer) => {
                 self.leaving = false;
