@@ -2,7 +2,7 @@
 //!
 //! The session asks before it lets anything be dropped. Two checks with two prices: [`check_holdings`] (descriptors
 //! and `status`) runs before every report, since a device can be plugged in at any time; [`check_mappings`] (`maps`)
-//! runs when the memory map changes.
+//! runs once per memory map, before its first drop.
 //!
 //! Both fail closed: a process that cannot be looked at is a finding itself. The root of /proc is a parameter, and
 //! nothing is trusted but the kernel's files below it. A check is a snapshot; what the VMM does a moment later is seen

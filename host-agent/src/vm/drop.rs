@@ -252,6 +252,7 @@ mod tests {
             Target {
                 backing: Arc::new(backing),
                 processes: Vec::new(),
+                mappings: Vec::new(),
                 proc_root: "/proc".into(),
                 rings: Arc::default(),
             },

@@ -5,14 +5,13 @@
 //! gate of the VM and so holds for both.
 
 use super::owner::Owner;
-use super::worker::{Target, Work, Worker};
+use super::worker::{Mapping, Target, Work, Worker};
 use super::{Connected, boot_now};
 use crate::accounting::Subject;
 use crate::accounting::choose::Account;
 use crate::accounting::rank::Obstacle;
 use crate::backing::{self, GuestBacking, MemoryMap};
 use crate::device::{DeviceKind, Done as Fence, MemoryRegion, PeerProcess};
-use crate::process::check_mappings;
 use crate::session::drain::DrainError;
 use crate::session::gates::GateSource;
 use crate::session::{AgentStatus, Event, Layout};
@@ -33,6 +32,8 @@ pub(super) struct FrontEnd {
     pub(super) worker: Worker,
     pub(super) connection: Connection,
     pub(super) backing: Option<Arc<GuestBacking>>,
+    /// How the process maps its files; absent where that cannot be known.
+    mapping: Option<Arc<Mapping>>,
     /// What speaks against this memory map.
     gates: Vec<(Gate, String)>,
 }
@@ -61,7 +62,7 @@ impl Connection {
 
 impl FrontEnd {
     pub(super) fn new(worker: Worker) -> Self {
-        Self { worker, connection: Connection::None, backing: None, gates: Vec::new() }
+        Self { worker, connection: Connection::None, backing: None, mapping: None, gates: Vec::new() }
     }
 }
 
@@ -136,8 +137,12 @@ impl Owner {
             });
         match built {
             Ok(backing) => {
-                let gates = self.mapping_gates(device, &backing);
-                self.set_backing(device, Some(Arc::new(backing)), gates);
+                let pid = self.front_ends.get(&device).and_then(|front_end| front_end.connection.pid());
+                let mapping = pid.map(|pid| Arc::new(Mapping::new(pid, backing.file_ids().collect())));
+                self.set_backing(device, Some(Arc::new(backing)), Vec::new());
+                if let Some(front_end) = self.front_ends.get_mut(&device) {
+                    front_end.mapping = mapping;
+                }
             }
             Err(gates) => self.set_backing(device, None, gates),
         }
@@ -151,17 +156,6 @@ impl Owner {
         let others = others.filter_map(|(_, other)| other.backing.as_deref());
         let files: Vec<_> = others.chain(backing).flat_map(GuestBacking::file_ids).collect();
         self.config.memory_files.take(&self.config.name, &files)
-    }
-
-    fn mapping_gates(&self, device: DeviceKind, backing: &GuestBacking) -> Vec<(Gate, String)> {
-        let Some(pid) = self.front_ends.get(&device).and_then(|front_end| front_end.connection.pid()) else {
-            return Vec::new();
-        };
-        let files: Vec<_> = backing.file_ids().collect();
-        check_mappings(&self.config.proc_root, pid, &files)
-            .into_iter()
-            .map(|finding| (finding.gate, finding.detail))
-            .collect()
     }
 
     pub(super) fn set_backing(
@@ -181,6 +175,7 @@ impl Owner {
         }
         if let Some(front_end) = self.front_ends.get_mut(&device) {
             front_end.backing = backing;
+            front_end.mapping = None;
             front_end.gates = gates;
         }
         self.backing_gates();
@@ -262,7 +257,9 @@ impl Owner {
                 processes.push(pid);
             }
         }
-        Some(Target { backing, processes, proc_root: self.config.proc_root.clone(), rings: Arc::clone(&self.rings) })
+        let mappings = self.front_ends.values().filter_map(|front_end| front_end.mapping.clone()).collect();
+        let (proc_root, rings) = (self.config.proc_root.clone(), Arc::clone(&self.rings));
+        Some(Target { backing, processes, mappings, proc_root, rings })
     }
 }
 

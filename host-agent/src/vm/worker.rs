@@ -5,19 +5,19 @@
 
 use super::boot_now;
 use super::drop::{discard, drop_items, has_cookie};
-use crate::backing::{GuestBacking, Span};
+use crate::backing::{FileId, GuestBacking, Span};
 use crate::device::Rings;
-use crate::process::{Finding, check_holdings};
+use crate::process::{Finding, check_holdings, check_mappings};
 use crate::reporting::GuestRange;
 use crate::session::effect::Content;
 use crate::session::job::{Job, JobId, JobOutput};
 use fpr_protocol::{BackedRange, Gate, GuestAddress, HugePageRange, HugePageSize, MAX_SURVEY_RANGES};
 use nix::unistd::Pid;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Numbers the jobs between two cancellations: work of an earlier epoch ends at its next check.
@@ -40,9 +40,30 @@ pub(super) struct Target {
     pub(super) backing: Arc<GuestBacking>,
     /// The processes of the VM's front ends, mostly one; an unknown one closes the gate `uninspectable`.
     pub(super) processes: Vec<Option<Pid>>,
+    /// How they map the memory files, one per device with a memory map.
+    pub(super) mappings: Vec<Arc<Mapping>>,
     pub(super) proc_root: PathBuf,
     /// Memory that the devices themselves use.
     pub(super) rings: Arc<Rings>,
+}
+
+/// How a front end's process maps the files of one memory map. Looked at once, by the first worker that needs it and
+/// before its first drop: the owner must not, because `/proc/PID/maps` waits for a lock of that process.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    pid: Pid,
+    files: Vec<FileId>,
+    findings: OnceLock<Vec<Finding>>,
+}
+
+impl Mapping {
+    pub(super) fn new(pid: Pid, files: Vec<FileId>) -> Self {
+        Self { pid, files, findings: OnceLock::new() }
+    }
+
+    fn findings(&self, proc_root: &Path) -> &[Finding] {
+        self.findings.get_or_init(|| check_mappings(proc_root, self.pid, &self.files))
+    }
 }
 
 /// One piece of work.
@@ -132,7 +153,8 @@ pub(super) fn inspect(target: &Target) -> Vec<Finding> {
             detail: "the VMM's process is not known: run the host agent in the host's pid namespace".to_owned(),
         }],
     };
-    target.processes.iter().flat_map(check).collect()
+    let mappings = target.mappings.iter().flat_map(|mapping| mapping.findings(&target.proc_root).iter().cloned());
+    target.processes.iter().flat_map(check).chain(mappings).collect()
 }
 
 pub(super) fn gate(finding: Finding) -> (Gate, String) {

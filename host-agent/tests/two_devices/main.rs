@@ -12,6 +12,8 @@ use std::os::unix::fs::FileExt;
 
 use daemon::{Daemon, poll};
 use fpr_host_agent::control;
+use fpr_host_agent::session::counters::MemorySource;
+use fpr_host_agent::vm::{self, Request, VmConfig};
 use fpr_protocol::message::RangeResult;
 use fpr_protocol::{Gate, Message, PassEnd, Refusal};
 use mock_guest::agent::{Agent, Session, hello, offlined};
@@ -235,4 +237,36 @@ fn a_drain_asks_the_agent_and_prints_what_came_back() {
     let output = daemon.client(&["drain", "vm", "--wait", "1"]);
     let stdout = String::from_utf8(output.stdout).unwrap();
     assert!(stdout.starts_with("vm: came back: nothing; the pass goes on; "), "{stdout}");
+}
+
+/// `/proc/PID/maps` waits for a lock of the VMM's process, and a VMM that is short of memory can hold it for long. Here the file is a pipe
+/// that says nothing until it is written to.
+#[test]
+fn the_owner_of_a_vm_does_not_wait_for_the_vmms_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = dir.path().join("proc").join(std::process::id().to_string());
+    std::fs::create_dir_all(process.join("fd")).unwrap();
+    std::fs::write(process.join("status"), "VmLck:\t0 kB\nVmPin:\t0 kB\n").unwrap();
+    nix::unistd::mkfifo(&process.join("maps"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let socket = dir.path().join("balloon.sock");
+    let config =
+        VmConfig { balloon: Some(socket.clone()), proc_root: dir.path().join("proc"), ..VmConfig::new("slow") };
+    let (vm, task) = runtime.block_on(async { vm::spawn(config).unwrap() });
+    let mut balloon = Balloon::connect(&socket, memfd(), REPORTING);
+    balloon.start(&[INFLATE, REPORTS]);
+    balloon.report(REPORTS, &[(UPPER, HUGE as u32)]);
+
+    let status = runtime.block_on(async { tokio::time::timeout(daemon::DEADLINE, vm.ask(Request::Status)).await });
+    let status = status.expect("the owner answers").unwrap();
+    assert!(status.memory.is_some() && status.balloon.is_some(), "{status:?}");
+    assert_eq!(status.counters.dropped_bytes(MemorySource::KernelReported), 0, "nothing before the look");
+
+    std::fs::write(process.join("maps"), std::fs::read("/proc/self/maps").unwrap()).unwrap();
+    balloon.wait_returned(REPORTS);
+    drop(balloon);
+    runtime.block_on(async {
+        vm.shut_down().await;
+        task.await.unwrap();
+    });
 }
