@@ -20,6 +20,8 @@ use crate::vm::{Origin, VmConfig};
 use fpr_protocol::ByteSize;
 use serde::Deserialize;
 use std::collections::BTreeMap;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Read when no other file is named.
@@ -30,6 +32,9 @@ pub const DEFAULT_CONTROL: &str = "/run/fpr/host.sock";
 
 /// Longest path of a Unix socket: `sun_path` of unix(7), less its terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
+
+/// Largest configuration: 1,000 VMs with every key take a quarter of it.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Longest VM name. It becomes part of thread names, log lines and metrics.
 const MAX_VM_NAME: usize = 64;
@@ -124,14 +129,16 @@ impl Config {
     pub fn load(flags: &Flags) -> Result<Self, ConfigError> {
         let path = flags.config.clone().unwrap_or_else(|| PathBuf::from(DEFAULT_PATH));
         let mut told = true;
-        let file: File = match std::fs::read_to_string(&path) {
+        let file: File = match read(&path) {
             Ok(text) => toml::from_str(&text)
                 .map_err(|source| ConfigError::Parse { path: path.clone(), source: Box::new(source) })?,
-            Err(error) if flags.config.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
+            Err(ConfigError::Read { source, .. })
+                if flags.config.is_none() && source.kind() == std::io::ErrorKind::NotFound =>
+            {
                 told = !flags.vms.is_empty() || !flags.balloons.is_empty();
                 File::default()
             }
-            Err(source) => return Err(ConfigError::Read { path, source }),
+            Err(error) => return Err(error),
         };
         let mut vms = Vec::new();
         for (name, vm) in file.vm {
@@ -211,6 +218,24 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// Reads a file of a sane kind and size: whatever else is at the path must neither block nor fill the memory.
+fn read(path: &Path) -> Result<String, ConfigError> {
+    let failed = |source| ConfigError::Read { path: path.to_owned(), source };
+    let wrong = |what| ConfigError::Value { place: path.display().to_string(), what };
+    // A FIFO without a writer would wait for one.
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(wrong("it is not a regular file: write the configuration to one and name that".to_owned()));
+    }
+    let mut text = String::new();
+    let length_bytes = file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
+    if length_bytes as u64 > MAX_FILE_BYTES {
+        let what = format!("it has more than {MAX_FILE_BYTES} bytes: is it the right file?");
+        return Err(wrong(what));
+    }
+    Ok(text)
 }
 
 /// The VM of a command.
@@ -412,6 +437,22 @@ mod tests {
             let error = Config::load(&Flags::default()).unwrap_err().to_string();
             assert!(error.contains(DEFAULT_PATH) && error.contains("--vm NAME=SOCKET"), "{error}");
         }
+    }
+
+    #[test]
+    fn only_a_regular_file_of_a_sane_size_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("host.toml");
+        let load = || {
+            let flags = Flags { config: Some(path.clone()), ..Flags::default() };
+            Config::load(&flags).unwrap_err().to_string()
+        };
+        // Would wait for a writer for ever.
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(load().contains("host.toml: it is not a regular file"), "{}", load());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "#".repeat(1 << 20) + "\n").unwrap();
+        assert!(load().contains("host.toml: it has more than 1048576 bytes"), "{}", load());
     }
 
     #[test]

@@ -1,8 +1,13 @@
 //! The control socket: one JSON object per line in, one out.
 //!
-//! Called by `serve`; the other subcommands are its clients. Who may open the socket (its mode is 0660) may inhibit
-//! and resume VMs; guests never reach it. Clients are limited in number, request size and time, so that a stuck one
-//! costs nothing but its slot; one that drains a VM may keep its slot for as long as it asked to wait.
+//! Called by `serve`; the other subcommands are its clients ([`client`]). Who may open the socket (its mode is 0660) may
+//! inhibit and resume VMs; guests never reach it. Clients are limited in number, request size and time ([`admission`]):
+//! one that sends nothing gives way to new ones, and drains, which may wait for minutes, have a number of their own.
+
+mod admission;
+mod client;
+
+pub use client::{ClientError, ask};
 
 use crate::accounting::Roots;
 use crate::accounting::choose::{self, Ranking};
@@ -11,19 +16,12 @@ use crate::fleet::{self, Fleet, Force, Reloaded, VmReport};
 use crate::vm::{DrainReport, Origin, Request, VmConfig, VmHandle};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream as BlockingStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader as AsyncBufReader};
-use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::Semaphore;
+use tokio::net::UnixListener;
+use tokio::sync::{Semaphore, oneshot};
 
-/// Longest request in bytes.
-const MAX_REQUEST: u64 = 4096;
-/// Clients at a time; more wait in the kernel's queue.
-const MAX_CLIENTS: usize = 16;
 /// Time for a request to arrive, and for an answer to it beyond what it asked to wait.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -99,12 +97,8 @@ impl Command {
             Self::Drain { wait_s, .. } => Duration::from_secs((*wait_s).min(MAX_DRAIN_WAIT)),
             Self::Rank { .. } => choose::LIMIT,
             Self::VmRemove { .. } => fleet::STOP_DEADLINE,
-            Self::Status
-            | Self::Inhibit { .. }
-            | Self::Resume { .. }
-            | Self::VmAdd { .. }
-            | Self::VmList
-            | Self::Reload => Duration::ZERO,
+            Self::Inhibit { .. } => inhibit_limit() + fleet::ANSWER_LIMIT,
+            Self::Status | Self::Resume { .. } | Self::VmAdd { .. } | Self::VmList | Self::Reload => Duration::ZERO,
         }
     }
 }
@@ -167,45 +161,15 @@ impl From<&fleet::Member> for ListedVm {
 }
 
 /// Serves clients until the task is aborted.
-pub async fn serve(listener: UnixListener, fleet: Fleet, flags: Flags) {
-    let slots = Arc::new(Semaphore::new(MAX_CLIENTS));
-    loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let (fleet, flags) = (fleet.clone(), flags.clone());
-                tokio::spawn(async move {
-                    // A client that is late or gone gets no answer; there is nobody to tell.
-                    let _ = client(stream, &fleet, &flags).await;
-                    drop(slot);
-                });
-            }
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept on the control socket");
-                tokio::time::sleep(Duration::from_secs(1)).await;
-            }
-        }
-    }
+pub async fn serve(listener: UnixListener, fleet: Fleet, reload: Reload) {
+    admission::serve(listener, move |command| {
+        let (fleet, reload) = (fleet.clone(), reload.clone());
+        async move { obey(command, &fleet, &reload).await }
+    })
+    .await;
 }
 
-async fn client(stream: UnixStream, fleet: &Fleet, flags: &Flags) -> std::io::Result<()> {
-    let (read, mut write) = stream.into_split();
-    let mut line = Vec::new();
-    let mut reader = AsyncBufReader::new(read.take(MAX_REQUEST));
-    tokio::time::timeout(TIMEOUT, reader.read_until(b'\n', &mut line)).await??;
-    if line.is_empty() {
-        return Ok(());
-    }
-    let answer = match serde_json::from_slice::<Command>(&line) {
-        Ok(command) => tokio::time::timeout(command.wait() + TIMEOUT, obey(command, fleet, flags)).await?,
-        Err(error) => Answer::Error(format!("no request of at most {MAX_REQUEST} bytes: {error}")),
-    };
-    let mut bytes = serde_json::to_vec(&answer)?;
-    bytes.push(b'\n');
-    tokio::time::timeout(TIMEOUT, write.write_all(&bytes)).await?
-}
-
-async fn obey(command: Command, fleet: &Fleet, flags: &Flags) -> Answer {
+async fn obey(command: Command, fleet: &Fleet, reload: &Reload) -> Answer {
     let wait = command.wait();
     match command {
         Command::Status => Answer::Status(status(fleet).await),
@@ -214,18 +178,18 @@ async fn obey(command: Command, fleet: &Fleet, flags: &Flags) -> Answer {
             Answer::Ranking(choose::rank(vms, Roots::default(), top.unwrap_or(usize::MAX)).await)
         }
         Command::Inhibit { vm, reason } => match fleet.vm(&vm) {
-            Ok(vm) => done(ask_vm(&vm, |answer| Request::Inhibit(reason, answer)).await),
+            Ok(vm) => done(inhibit(&vm, reason).await),
             Err(error) => failed(&error),
         },
         Command::Resume { vm } => match fleet.vm(&vm) {
-            Ok(vm) => done(ask_vm(&vm, Request::Resume).await),
+            Ok(vm) => done(ask_vm(&vm, fleet::ANSWER_LIMIT, Request::Resume).await),
             Err(error) => failed(&error),
         },
         Command::Drain { vm: name, .. } => match fleet.vm(&name) {
             Ok(vm) => match vm.ask(|answer| Request::Drain(wait, answer)).await {
                 Some(Ok(report)) => Answer::Drained(report),
                 Some(Err(error)) => Answer::Error(format!("VM {name}: {error}")),
-                None => Answer::Error(STOPPING.to_owned()),
+                None => failed(&Silence::Ended { vm: name }),
             },
             Err(error) => failed(&error),
         },
@@ -244,7 +208,7 @@ async fn obey(command: Command, fleet: &Fleet, flags: &Flags) -> Answer {
             fleet.remove(&vm, force).await.map_or_else(|error| failed(&error), |()| Answer::Done)
         }
         Command::VmList => Answer::Vms(fleet.view().members.iter().map(ListedVm::from).collect()),
-        Command::Reload => match reload(fleet, flags).await {
+        Command::Reload => match reload.run(fleet).await {
             Ok(reloaded) => Answer::Reloaded(reloaded),
             Err(error) => failed(&error),
         },
@@ -261,78 +225,126 @@ pub async fn status(fleet: &Fleet) -> DaemonStatus {
     DaemonStatus { version: env!("CARGO_PKG_VERSION"), pid: std::process::id(), config_error, vms }
 }
 
-/// Reads the configuration again and puts it in force; the service manager is told before and after.
-///
-/// # Errors
-/// It cannot be read, and the old one stays.
-pub async fn reload(fleet: &Fleet, flags: &Flags) -> Result<Reloaded, fleet::ReloadError> {
-    // sd_notify(3): systemd 253 wants to know when.
-    if let Ok(now) = NotifyState::monotonic_usec_now() {
-        fleet::notify(&[NotifyState::Reloading, now]);
+/// Reads the configuration again, one time after the other.
+#[derive(Clone, Debug)]
+pub struct Reload {
+    flags: Arc<Flags>,
+    turn: Arc<Semaphore>,
+}
+
+impl Reload {
+    /// With the flags that the daemon was started with.
+    #[must_use]
+    pub fn new(flags: Flags) -> Self {
+        Self { flags: Arc::new(flags), turn: Arc::new(Semaphore::new(1)) }
     }
-    let reloaded = fleet.reload(Config::load(flags)).await;
-    fleet::notify(&[NotifyState::Ready]);
-    reloaded
-}
 
-/// What a VM that does not answer is.
-const STOPPING: &str = "the VM's devices are being stopped";
-
-/// Asks one VM with the time limit of all.
-async fn ask_vm<T>(vm: &VmHandle, request: impl FnOnce(tokio::sync::oneshot::Sender<T>) -> Request) -> Option<T> {
-    tokio::time::timeout(fleet::ANSWER_LIMIT, vm.ask(request)).await.ok().flatten()
-}
-
-fn done(answer: Option<()>) -> Answer {
-    match answer {
-        Some(()) => Answer::Done,
-        None => Answer::Error(STOPPING.to_owned()),
+    /// Reads it and puts it in force; the service manager is told before and after. Goes on if nobody waits for it any
+    /// more.
+    ///
+    /// # Errors
+    /// It cannot be read, and the old one stays.
+    pub async fn run(&self, fleet: &Fleet) -> Result<Reloaded, fleet::ReloadError> {
+        let turn = Arc::clone(&self.turn).acquire_owned().await.map_err(|_| fleet::ReloadError::Ending)?;
+        let (fleet, flags) = (fleet.clone(), Arc::clone(&self.flags));
+        let reload = async move {
+            let _turn = turn;
+            // sd_notify(3): systemd 253 wants to know when.
+            if let Ok(now) = NotifyState::monotonic_usec_now() {
+                fleet::notify(&[NotifyState::Reloading, now]);
+            }
+            // A file system that hangs holds up a thread that nobody else needs.
+            let config = tokio::task::spawn_blocking(move || Config::load(&flags)).await;
+            let reloaded = match config {
+                Ok(config) => fleet.reload(config).await,
+                Err(_) => Err(fleet::ReloadError::Ending),
+            };
+            fleet::notify(&[NotifyState::Ready]);
+            reloaded
+        };
+        tokio::spawn(reload).await.unwrap_or(Err(fleet::ReloadError::Ending))
     }
 }
 
-/// Why a client got no answer.
+/// Why a VM gave no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum ClientError {
-    /// Nobody listens.
-    #[error("cannot reach the daemon at {path}: is `fpr-host-agent serve` running, with this --control path?")]
-    Unreachable {
-        /// The socket.
-        path: String,
-        /// What the kernel said.
-        #[source]
-        source: std::io::Error,
-    },
-    /// It did not answer in time or not with JSON.
-    #[error("no answer from the daemon")]
-    NoAnswer(#[source] std::io::Error),
-    /// It refused.
-    #[error("{0}")]
-    Refused(String),
+enum Silence {
+    /// It is on its way out.
+    #[error("VM {vm}: its devices are being stopped, so nothing of it is dropped any more: see `vm list`")]
+    Ended { vm: String },
+    /// Its task is busy or stuck.
+    #[error(
+        "VM {vm} does not answer within {limit_s} s, and may still do what was asked: see its state in `status` and the \
+         daemon's log, and try again"
+    )]
+    Late { vm: String, limit_s: u64 },
+    /// The gate is closed, and drops that had begun go on.
+    #[error(
+        "VM {vm}: its gate `operator` is closed, but drops that were running did not end within {limit_s} s and were not \
+         awaited: nothing new is dropped; run `inhibit` again to wait for them"
+    )]
+    StillDropping { vm: String, limit_s: u64 },
 }
 
-/// Sends one command to a daemon and returns the answer's JSON.
-///
-/// # Errors
-/// See [`ClientError`].
-pub fn ask(path: &Path, command: &Command) -> Result<serde_json::Value, ClientError> {
-    let mut stream = BlockingStream::connect(path)
-        .map_err(|source| ClientError::Unreachable { path: path.display().to_string(), source })?;
-    let exchange = || {
-        stream.set_read_timeout(Some(command.wait() + 2 * TIMEOUT))?;
-        let mut request = serde_json::to_vec(command)?;
-        request.push(b'\n');
-        stream.write_all(&request)?;
-        let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line)?;
-        Ok(serde_json::from_str::<serde_json::Value>(&line)?)
-    };
-    let mut answer = exchange().map_err(ClientError::NoAnswer)?;
-    match answer.get_mut("error") {
-        Some(error) => Err(ClientError::Refused(error.as_str().unwrap_or("unknown error").to_owned())),
-        None => {
-            let inner =
-                ["status", "drained", "vms", "reloaded", "ranking"].iter().find(|kind| answer.get(**kind).is_some());
-            Ok(inner.map(|kind| answer[*kind].take()).unwrap_or(answer))
-        }
+/// `inhibit` is answered when running drops have ended: none begins after lease and grace, or after the deadline of the
+/// kernel's reports, and one takes far less than the rest.
+fn inhibit_limit() -> Duration {
+    let session = crate::session::Config::default();
+    (session.lease + session.grace).max(session.kernel_deadline) + fleet::ANSWER_LIMIT
+}
+
+async fn inhibit(vm: &VmHandle, reason: String) -> Result<(), Silence> {
+    let inhibited = ask_vm(vm, inhibit_limit(), |answer| Request::Inhibit(reason, answer)).await;
+    let Err(Silence::Late { vm: name, limit_s }) = inhibited else { return inhibited };
+    // Requests are taken in order: an answer to this one says that the gate is closed.
+    ask_vm(vm, fleet::ANSWER_LIMIT, Request::Ping).await?;
+    Err(Silence::StillDropping { vm: name, limit_s })
+}
+
+/// Asks one VM, and tells one that has ended from one that is late.
+async fn ask_vm<T>(
+    vm: &VmHandle,
+    limit: Duration,
+    request: impl FnOnce(oneshot::Sender<T>) -> Request,
+) -> Result<T, Silence> {
+    match tokio::time::timeout(limit, vm.ask(request)).await {
+        Ok(answer) => answer.ok_or_else(|| Silence::Ended { vm: vm.name.clone() }),
+        Err(_) => Err(Silence::Late { vm: vm.name.clone(), limit_s: limit.as_secs() }),
+    }
+}
+
+fn done(answer: Result<(), Silence>) -> Answer {
+    answer.map_or_else(|silence| failed(&silence), |()| Answer::Done)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn inhibit_waits_for_running_drops_and_says_if_it_did_not() {
+        let (handle, mut requests) = VmHandle::detached("web1");
+        // Drops end after 5 s, then never, then the task is stuck, then it has gone.
+        let vm = tokio::spawn(async move {
+            let Some(Request::Inhibit(_, answer)) = requests.recv().await else { return };
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            let _ = answer.send(());
+            let Some(Request::Inhibit(_, kept)) = requests.recv().await else { return };
+            let Some(Request::Ping(answer)) = requests.recv().await else { return };
+            let _ = answer.send(());
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            drop((kept, requests));
+        });
+
+        inhibit(&handle, String::new()).await.unwrap();
+        let dropping = inhibit(&handle, String::new()).await.unwrap_err().to_string();
+        let stuck = inhibit(&handle, String::new()).await.unwrap_err().to_string();
+        vm.await.unwrap();
+        let ended = inhibit(&handle, String::new()).await.unwrap_err().to_string();
+
+        assert!(dropping.contains("VM web1: its gate `operator` is closed") && dropping.contains("6 s"), "{dropping}");
+        assert!(stuck.contains("VM web1 does not answer") && !stuck.contains("closed"), "{stuck}");
+        assert!(ended.contains("VM web1: its devices are being stopped"), "{ended}");
     }
 }

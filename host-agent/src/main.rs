@@ -150,7 +150,10 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         if cause.is::<ConfigError>() {
             return 78;
         }
-        if matches!(cause.downcast_ref(), Some(ClientError::Unreachable { .. } | ClientError::NoAnswer(_))) {
+        if matches!(
+            cause.downcast_ref(),
+            Some(ClientError::Unreachable { .. } | ClientError::NoConnection { .. } | ClientError::NoAnswer { .. })
+        ) {
             return permission(error).unwrap_or(69);
         }
         if cause.is::<ServeError>() {

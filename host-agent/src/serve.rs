@@ -3,13 +3,14 @@
 use crate::accounting::Roots;
 use crate::accounting::task::{self, Watched};
 use crate::config::{Config, Flags};
-use crate::control;
-use crate::device::{ListenError, bind_listener};
+use crate::control::{self, Reload};
+use crate::device::{ListenError, bind_service};
 use crate::fleet::{self, Fleet, FleetError};
 use crate::metrics;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 /// Why the daemon cannot start.
@@ -35,7 +36,7 @@ pub enum ServeError {
 /// See [`ServeError`]; nothing is left behind.
 pub async fn serve(config: Config, flags: Flags) -> Result<(), ServeError> {
     raise_descriptor_limit();
-    let (listener, _socket_file) = bind_listener(&config.control)?;
+    let (listener, _socket_file) = bind_service(&config.control)?;
     listener.set_nonblocking(true)?;
     let listener = tokio::net::UnixListener::from_std(listener)?;
     let metrics = config.metrics.as_ref().map(metrics::Listener::bind).transpose()?;
@@ -43,7 +44,8 @@ pub async fn serve(config: Config, flags: Flags) -> Result<(), ServeError> {
     let mut hangup = signal(SignalKind::hangup())?;
 
     let fleet = Fleet::start(&config).await?;
-    let control = tokio::spawn(control::serve(listener, fleet.clone(), flags.clone()));
+    let reload = Reload::new(flags);
+    let control = tokio::spawn(control::serve(listener, fleet.clone(), reload.clone()));
     let scraped = fleet.clone();
     let metrics = metrics.map(|listener| {
         tokio::spawn(metrics::serve(listener, move || {
@@ -62,13 +64,19 @@ pub async fn serve(config: Config, flags: Flags) -> Result<(), ServeError> {
     }));
     info!(control = %config.control.display(), vms = fleet.view().members.len(), "serving");
     fleet::notify(&[NotifyState::Ready]);
+    // Not awaited in the branch of its signal: a file system that hangs must not hold up SIGTERM.
+    let mut reloads = JoinSet::new();
     loop {
         tokio::select! {
-            _ = hangup.recv() => {
+            _ = hangup.recv(), if reloads.is_empty() => {
                 info!("SIGHUP: reading the configuration again");
-                // What came of it is in the log and in `status`.
-                let _ = control::reload(&fleet, &flags).await;
+                let (fleet, reload) = (fleet.clone(), reload.clone());
+                reloads.spawn(async move {
+                    // What came of it is in the log and in `status`.
+                    let _ = reload.run(&fleet).await;
+                });
             }
+            Some(_) = reloads.join_next() => {}
             _ = terminate.recv() => {
                 info!("SIGTERM: stopping");
                 break;

@@ -19,6 +19,10 @@ const SOCKET_MODE: Mode = Mode::from_bits_truncate(0o660);
 /// Connections the kernel keeps waiting. A second front end waits here until the first has gone.
 const BACKLOG: i32 = 4;
 
+/// The same for a socket with many clients: what is more waits in its connect(2). The kernel takes `somaxconn` at most,
+/// 4,096 by default (Linux include/linux/socket.h, SOMAXCONN).
+const SERVICE_BACKLOG: i32 = 128;
+
 /// Why a socket could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
@@ -68,6 +72,18 @@ pub(crate) struct SocketFile {
 /// # Errors
 /// See [`ListenError`]; a path with a live listener is never touched.
 pub(crate) fn bind_listener(path: &Path) -> Result<(UnixListener, SocketFile), ListenError> {
+    bind_with(path, BACKLOG)
+}
+
+/// The same for many short connections.
+///
+/// # Errors
+/// As above.
+pub(crate) fn bind_service(path: &Path) -> Result<(UnixListener, SocketFile), ListenError> {
+    bind_with(path, SERVICE_BACKLOG)
+}
+
+fn bind_with(path: &Path, backlog: i32) -> Result<(UnixListener, SocketFile), ListenError> {
     let os = |action| move |source: io::Error| ListenError::Os { action, path: path.to_owned(), source };
     remove_stale(path)?;
 
@@ -83,7 +99,7 @@ pub(crate) fn bind_listener(path: &Path) -> Result<(UnixListener, SocketFile), L
     })?;
     let metadata = std::fs::symlink_metadata(path).map_err(os("inspect"))?;
     let file = SocketFile { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() };
-    let backlog = Backlog::new(BACKLOG).map_err(|errno| os("listen on")(errno.into()))?;
+    let backlog = Backlog::new(backlog).map_err(|errno| os("listen on")(errno.into()))?;
     listen(&fd, backlog).map_err(|errno| os("listen on")(errno.into()))?;
     Ok((UnixListener::from(fd), file))
 }
@@ -150,6 +166,23 @@ mod tests {
         }
 
         assert!(matches!(bind_listener(&path).unwrap_err(), ListenError::InUse { .. }));
+    }
+
+    #[test]
+    fn a_service_keeps_many_clients_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let (_listener, _file) = bind_service(&path).unwrap();
+
+        let waiting: Vec<_> = (0..64).map(|_| connect_at_once(&path).unwrap()).collect();
+
+        assert_eq!(waiting.len(), 64);
+    }
+
+    fn connect_at_once(path: &Path) -> nix::Result<std::os::fd::OwnedFd> {
+        let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_NONBLOCK, None)?;
+        connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        Ok(fd)
     }
 
     #[test]

@@ -34,7 +34,7 @@ mod sys;
 pub mod vsock;
 
 pub use listen::ListenError;
-pub(crate) use listen::{SocketFile, bind_listener};
+pub(crate) use listen::{SocketFile, bind_listener, bind_service};
 pub use peer::PeerProcess;
 pub use rings::Rings;
 pub use vsock::fault::Fault;

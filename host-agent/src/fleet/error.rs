@@ -57,7 +57,7 @@ pub enum FleetError {
         front_end: String,
     },
     /// Its task does not answer, or its devices did not stop in time.
-    #[error("VM {name} does not answer: look at the daemon's log")]
+    #[error("VM {name} does not answer: look at its state in `vm list` and at the daemon's log, then try again")]
     Silent {
         /// The name.
         name: String,
