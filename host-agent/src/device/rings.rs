@@ -5,16 +5,18 @@
 //! pages is exhausted, that is a SIGBUS, and the end of a daemon that serves others. So a range with a ring in it is
 //! refused, whoever names it and whichever of the VM's devices has the ring.
 //!
-//! A device says where its rings are before it touches them for the first time; a worker asks right before it drops, and
-//! no ring is added until it is done ([`Rings::hold`]). So a drop either sees a ring or is over when the ring is first
-//! used. A device that has stopped has no rings.
+//! A device says where its rings are before it serves the queue; a worker asks right before it drops, and a device waits
+//! until drops that did not know of its ring are over ([`Rings::hold`]). So a drop either sees a ring or is over when the
+//! queue is first served. A device that has stopped has no rings.
 //!
-//! Not covered: buffers. A guest can name memory as a buffer that was never backed, with the same result; the host must
-//! not let its memory for guests run out ([`crate::doctor`] looks at it).
+//! Not covered: memory that has no page *before* it becomes a ring or a buffer, because it was never touched or was given
+//! away earlier. Its first touch, by `vhost-user-backend` when the front end names the ring or by the device, allocates
+//! it, with the same result where the host has none left; the host must not let its memory for guests run out
+//! ([`crate::doctor`] looks at it).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use vhost_user_backend::{VringMutex, VringT};
 use virtio_queue::QueueT;
@@ -26,32 +28,69 @@ pub(crate) type RingRanges = [Range<u64>; 3];
 
 /// The rings of all devices of one VM.
 #[derive(Debug, Default)]
-pub struct Rings(RwLock<BTreeMap<(DeviceKind, usize), RingRanges>>);
+pub struct Rings {
+    state: Mutex<State>,
+    released: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    rings: BTreeMap<(DeviceKind, usize), RingRanges>,
+    /// Drops under way, in the order of their beginning.
+    held: BTreeSet<u64>,
+    next: u64,
+}
 
 impl Rings {
-    /// Queue `queue` of the device uses these from now on. Waits for a drop that is under way.
+    /// Queue `queue` of the device uses these from now on. Waits for the drops that have begun without knowing of it, those
+    /// of the VM's other device, too; their deadlines bound that. One that begins later knows of it.
     pub(crate) fn set(&self, device: DeviceKind, queue: usize, ranges: RingRanges) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).insert((device, queue), ranges);
+        let mut state = self.lock();
+        state.rings.insert((device, queue), ranges);
+        let next = state.next;
+        while state.held.first().is_some_and(|held| *held < next) {
+            state = self.released.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
-    /// The device touches none any more.
+    /// The device touches none any more. Waits for nothing: whoever stops a device has yet to cancel its drops.
     pub(crate) fn clear(&self, device: DeviceKind) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).retain(|(of, _), _| *of != device);
+        self.lock().rings.retain(|(of, _), _| *of != device);
     }
 
-    /// Keeps the rings where they are while the value lives.
+    /// While the value lives, no ring that it does not know of is used.
     pub(crate) fn hold(&self) -> HeldRings<'_> {
-        HeldRings(self.0.read().unwrap_or_else(PoisonError::into_inner))
+        let mut state = self.lock();
+        let number = state.next;
+        state.next += 1;
+        state.held.insert(number);
+        HeldRings { rings: self, number, ranges: state.rings.values().flatten().cloned().collect() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is whole whoever panicked after it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The rings as they are, and stay.
-pub(crate) struct HeldRings<'a>(RwLockReadGuard<'a, BTreeMap<(DeviceKind, usize), RingRanges>>);
+/// The rings as they were when a drop began.
+pub(crate) struct HeldRings<'a> {
+    rings: &'a Rings,
+    number: u64,
+    ranges: Vec<Range<u64>>,
+}
 
 impl HeldRings<'_> {
     /// Whether a byte of a ring lies in these guest-physical bytes.
     pub(crate) fn lie_in(&self, guest: &Range<u64>) -> bool {
-        self.0.values().flatten().any(|ring| ring.start < guest.end && guest.start < ring.end)
+        self.ranges.iter().any(|ring| ring.start < guest.end && guest.start < ring.end)
+    }
+}
+
+impl Drop for HeldRings<'_> {
+    fn drop(&mut self) {
+        self.rings.lock().held.remove(&self.number);
+        self.rings.released.notify_all();
     }
 }
 
@@ -144,6 +183,8 @@ mod tests {
         });
         assert!(added.recv_timeout(Duration::from_millis(50)).is_err(), "added under a drop");
         assert!(!held.lie_in(&(0..3)));
+        assert!(rings.hold().lie_in(&(0..3)), "a drop that begins later knows of it");
+        rings.clear(DeviceKind::Vsock);
         drop(held);
         added.recv_timeout(Duration::from_secs(60)).unwrap();
         adding.join().unwrap();

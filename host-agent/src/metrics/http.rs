@@ -10,6 +10,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -146,8 +147,8 @@ where
     }
 }
 
-/// What was answered last, in which format and when.
-type Last = Option<(Instant, Format, Bytes)>;
+/// What was answered last in each format, and when.
+type Last = HashMap<Format, (Instant, Bytes)>;
 
 struct Scrapes<S> {
     status: S,
@@ -183,8 +184,7 @@ where
 
     async fn text(&self, format: Format) -> Option<Bytes> {
         let mut last = self.last.lock().await;
-        if let Some((at, of, body)) = &*last
-            && *of == format
+        if let Some((at, body)) = last.get(&format)
             && at.elapsed() < SAME_TEXT
         {
             return Some(body.clone());
@@ -193,7 +193,7 @@ where
         // Some milliseconds for hundreds of VMs: not on a thread that VMs' tasks run on.
         let write = move || text(serde_json::to_value(status).ok()?, format).ok();
         let body = Bytes::from(tokio::task::spawn_blocking(write).await.ok()??);
-        *last = Some((Instant::now(), format, body.clone()));
+        last.insert(format, (Instant::now(), body.clone()));
         Some(body)
     }
 }

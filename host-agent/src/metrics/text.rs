@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::fmt;
 
 /// Which text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// The text format 0.0.4 of Prometheus.
     Prometheus,
