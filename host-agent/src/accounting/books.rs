@@ -15,8 +15,9 @@ use tracing::{info, warn};
 /// What a tick reads: each of them is one or two files of constant price.
 const METHODS: [Method; 4] = [Method::Rss, Method::Cgroup, Method::Backing, Method::Swap];
 
-/// So often it is looked again who is in a VM's cgroup: every minute. VMs take turns.
-const REFRESH_TICKS: u64 = 12;
+/// So often it is looked again who is in a VM's cgroup: every five minutes, since it takes as long as a hundred reads where
+/// many processes are in it. VMs take turns.
+const REFRESH_TICKS: u64 = 60;
 
 /// A VM's figures as `status` shows them.
 #[derive(Clone, Debug, Serialize)]

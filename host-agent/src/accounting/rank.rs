@@ -121,12 +121,6 @@ pub struct Ranked {
 }
 
 impl Ranked {
-    /// Which of two comes first; never equal for different names.
-    #[must_use]
-    pub fn order(&self, other: &Self) -> std::cmp::Ordering {
-        self.key().cmp(&other.key())
-    }
-
     /// Total order: most reclaimable first, then those without an obstacle, then by name.
     fn key(&self) -> (Reverse<u64>, bool, &str) {
         (Reverse(self.reclaimable_bytes), self.obstacle.is_some(), &self.name)

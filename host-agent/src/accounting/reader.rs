@@ -74,7 +74,7 @@ impl Reader {
         };
     }
 
-    /// Looks again who is in the cgroup. Worth it every minute or so: somebody else may have been put into it.
+    /// Looks again who is in the cgroup. Worth it every few minutes: somebody else may have been put into it.
     pub fn refresh(&mut self) {
         self.find_cgroup();
     }
