@@ -7,6 +7,8 @@ pub const SKIPS_FILE: &str = "FPR_TEST_SKIPS";
 
 /// Records that `test` did not run and why.
 pub fn skip(test: &str, reason: &str) {
+    // One line per skip is what is counted.
+    let reason = reason.lines().map(str::trim).collect::<Vec<_>>().join("; ");
     eprintln!("skipped {test}: {reason}");
     let Some(path) = std::env::var_os(SKIPS_FILE) else { return };
     let written = std::fs::OpenOptions::new()
