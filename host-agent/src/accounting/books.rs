@@ -233,18 +233,18 @@ impl Entry {
     }
 
     fn read(&mut self, name: &str, now: Duration) -> Wanted {
-        let figures = METHODS.map(|method| {
-            let reading = self.reader.read(method);
-            (method.word(), reading.map_or_else(|absent| FigureStatus::Absent { absent }, FigureStatus::Present))
-        });
-        let estimate = cost::estimate(&mut self.reader);
+        let readings = METHODS.map(|method| self.reader.read(method));
+        let [_, cgroup, backing, _] = readings.clone();
+        let estimate = cost::estimate_from(&mut self.reader, cgroup, backing);
+        let figures = readings
+            .map(|reading| reading.map_or_else(|absent| FigureStatus::Absent { absent }, FigureStatus::Present));
         let actions = match &mut self.watch {
             Some(watch) => watch.estimated(estimate.clone(), now),
             None => Vec::new(),
         };
         self.last = Some(Accounting {
             age_s: 0,
-            figures: figures.into(),
+            figures: METHODS.map(Method::word).into_iter().zip(figures).collect(),
             cost: estimate.map_or_else(|absent| CostStatus::Absent { absent }, CostStatus::Present),
             budget: self.watch.as_ref().map(|watch| watch.status(now)),
             at: now,

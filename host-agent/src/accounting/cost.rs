@@ -13,7 +13,7 @@
 //! cgroup as a measure of *use*, and has no precise figure; the budget is about the charge. Memory that is shared with
 //! others after a fork or by KSM makes `RssAnon` larger than the share, never smaller, so it is an upper bound.
 
-use super::{Absent, AbsentReason, Figure, Method, Precision, Reader};
+use super::{Absent, AbsentReason, Figure, Method, Precision, Reader, Reading};
 use serde::Serialize;
 
 /// What the quantity is; decided by whether the VM has a cgroup of its own.
@@ -54,10 +54,19 @@ impl Estimate {
 /// # Errors
 /// Nothing of the VM can be read.
 pub fn estimate(reader: &mut Reader) -> Result<Estimate, Absent> {
-    if let Some(charge) = charge(reader)? {
+    let (cgroup, backing) = (reader.read(Method::Cgroup), reader.read(Method::Backing));
+    estimate_from(reader, cgroup, backing)
+}
+
+/// The same with readings of `cgroup` and `backing` that were just made.
+///
+/// # Errors
+/// Nothing of the VM can be read.
+pub(super) fn estimate_from(reader: &mut Reader, cgroup: Reading, backing: Reading) -> Result<Estimate, Absent> {
+    if let Some(charge) = charge(cgroup)? {
         return Ok(charge);
     }
-    let backing = backing(reader)?;
+    let backing = in_files(backing)?;
     let high_bytes = backing.saturating_add(at_most(&reader.anonymous()?));
     Ok(Estimate { basis: Basis::Process, low_bytes: backing, high_bytes })
 }
@@ -67,11 +76,12 @@ pub fn estimate(reader: &mut Reader) -> Result<Estimate, Absent> {
 /// # Errors
 /// There is none.
 pub fn precise(reader: &mut Reader) -> Result<Estimate, Absent> {
-    if let Some(charge) = charge(reader)? {
+    if let Some(charge) = charge(reader.read(Method::Cgroup))? {
         return Ok(charge);
     }
     let anonymous = reader.anonymous_precise()?;
-    Ok(Estimate::exactly(Basis::Process, backing(reader)?.saturating_add(anonymous.bytes)))
+    let backing = in_files(reader.read(Method::Backing))?;
+    Ok(Estimate::exactly(Basis::Process, backing.saturating_add(anonymous.bytes)))
 }
 
 /// What the host holds for the guest, cheaply: the blocks of its memory files; of a guest with private memory, the
@@ -109,8 +119,8 @@ fn at_most(figure: &Figure) -> u64 {
     }
 }
 
-fn charge(reader: &mut Reader) -> Result<Option<Estimate>, Absent> {
-    match reader.read(Method::Cgroup) {
+fn charge(cgroup: Reading) -> Result<Option<Estimate>, Absent> {
+    match cgroup {
         Ok(Figure { bytes, .. }) => Ok(Some(Estimate::exactly(Basis::Cgroup, bytes))),
         // Shared with others, or a host without the memory controller.
         Err(Absent { reason: AbsentReason::NoCgroup | AbsentReason::NotSupported, .. }) => Ok(None),
@@ -119,8 +129,8 @@ fn charge(reader: &mut Reader) -> Result<Option<Estimate>, Absent> {
 }
 
 /// Private guest memory is in no file, and then in the process's anonymous memory.
-fn backing(reader: &mut Reader) -> Result<u64, Absent> {
-    match reader.read(Method::Backing) {
+fn in_files(backing: Reading) -> Result<u64, Absent> {
+    match backing {
         Ok(Figure { bytes, .. }) => Ok(bytes),
         Err(absent) if absent.reason == AbsentReason::NotShared => Ok(0),
         Err(absent) => Err(absent),
