@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn versions_of_distributions() {
         for (release, wanted) in [
-            ("6.18.44-fc-v782", Some((6, 18))),
+            ("6.18.44-cloud-amd64", Some((6, 18))),
             ("6.1.0-37-amd64", Some((6, 1))),
             ("6.5-rc1", Some((6, 5))),
             ("7.2", Some((7, 2))),
