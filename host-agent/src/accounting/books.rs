@@ -5,10 +5,11 @@
 
 use super::cost::{self, Estimate};
 use super::watch::{Action, BudgetStatus, Note, Watch};
-use super::{Absent, Figure, Method, Reader, Roots, Subject};
+use super::{Absent, AbsentReason, Figure, Method, Reader, Roots, Subject};
 use crate::log_limit::RateLimited;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
@@ -98,7 +99,20 @@ pub struct SlowResult {
     took: Duration,
 }
 
+/// Which read of which VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    name: String,
+    life: u64,
+}
+
 impl Slow {
+    /// Names the read.
+    #[must_use]
+    pub fn ticket(&self) -> Ticket {
+        Ticket { name: self.name.clone(), life: self.life }
+    }
+
     /// Reads; may take seconds.
     #[must_use]
     pub fn read(mut self) -> SlowResult {
@@ -128,7 +142,7 @@ impl Identity {
 struct Entry {
     identity: Identity,
     reader: Reader,
-    /// Counts the readers, so that a precise read by an earlier one is known when it ends.
+    /// Names the reader, so that a precise read by an earlier one is known when it ends.
     life: u64,
     watch: Option<Watch>,
     log: RateLimited,
@@ -187,10 +201,35 @@ impl Books {
     }
 }
 
+impl Books {
+    /// A precise read that is not waited for any longer: it counts as one without a figure, and what may still come of it
+    /// counts for nothing.
+    pub fn given_up(&mut self, ticket: Ticket, took: Duration, now: Duration) -> Option<(String, Accounting)> {
+        let Ticket { name, life } = ticket;
+        self.vms.get(&name).filter(|entry| entry.life == life)?;
+        let detail = format!(
+            "reading the VMM's memory figures has not ended within {} s: the process may hang in the kernel",
+            took.as_secs()
+        );
+        let cost = Err(Absent { reason: AbsentReason::Failed, detail });
+        let shown = self.confirmed(SlowResult { name: name.clone(), life, cost, took }, now);
+        if let Some(entry) = self.vms.get_mut(&name) {
+            entry.life = next_life();
+        }
+        shown
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
     Nothing,
     Precise,
+}
+
+/// Names no reader twice: a VM may be removed and another added by its name while a read of the first goes on.
+fn next_life() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Entry {
@@ -198,7 +237,7 @@ impl Entry {
         Self {
             identity: Identity::of(subject),
             reader: Reader::new(roots, subject),
-            life: 0,
+            life: next_life(),
             watch: None,
             log: RateLimited::guest_caused(),
             last: None,
@@ -213,7 +252,7 @@ impl Entry {
         let same_process = identity.pid == self.identity.pid;
         self.reader = Reader::new(roots, subject);
         self.identity = identity;
-        self.life += 1;
+        self.life = next_life();
         if let Some(watch) = &mut self.watch {
             if same_process {
                 watch.read_lost();

@@ -8,20 +8,27 @@
 //! Started by `serve`. A VM that does not answer is left out until it does; its last figures stand and grow old. Nothing
 //! here is waited for by anybody.
 
-use super::books::{Asked, Books, SlowResult};
+use super::books::{Asked, Books, Slow, SlowResult, Ticket};
 use super::{Roots, Subject};
 use crate::vm::{Request, VmHandle, boot_now};
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
-use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::task::{JoinHandle, JoinSet, spawn_blocking};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 
 /// Between two ticks. A tick for 200 VMs takes a few milliseconds of a CPU.
 pub const INTERVAL: Duration = Duration::from_secs(5);
 
 /// How long a VM's task may take to say whose memory is meant. It blocks on nothing.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long a precise read is waited for. One of a VM of 200 GB takes 5 s; one of a process that hangs with its `mmap_lock`
+/// taken never ends, and the other VMs' reads go on without it.
+const READ_LIMIT: Duration = Duration::from_secs(30);
+
+/// Reads that may hang at a time, a thread each.
+const MAX_READS: usize = 4;
 
 /// A VM as the daemon has it.
 #[derive(Clone, Debug)]
@@ -36,8 +43,7 @@ pub struct Watched {
 pub async fn run(roots: Roots, list: impl Fn() -> Vec<Watched>) {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (done, mut results) = mpsc::unbounded_channel::<SlowResult>();
-    let (mut books, mut queue, mut busy) = (Books::new(roots.clone()), VecDeque::new(), false);
+    let (mut books, mut reads) = (Books::new(roots.clone()), Reads::default());
     let mut handles: HashMap<String, VmHandle> = HashMap::new();
     loop {
         tokio::select! {
@@ -52,7 +58,7 @@ pub async fn run(roots: Roots, list: impl Fn() -> Vec<Watched>) {
                 match ticked.await {
                     Ok((same, (figures, slow))) => {
                         books = same;
-                        queue.extend(slow);
+                        reads.queue(slow, |vm| handles.contains_key(vm));
                         figures.into_iter().for_each(|(name, accounting)| tell(&handles, &name, accounting));
                     }
                     Err(error) => {
@@ -62,20 +68,55 @@ pub async fn run(roots: Roots, list: impl Fn() -> Vec<Watched>) {
                     }
                 }
             }
-            Some(result) = results.recv() => {
-                busy = false;
-                if let Some((name, accounting)) = books.confirmed(result, boot_now()) {
+            outcome = reads.next() => {
+                let shown = match outcome {
+                    Ok(result) => books.confirmed(result, boot_now()),
+                    Err(ticket) => books.given_up(ticket, READ_LIMIT, boot_now()),
+                };
+                if let Some((name, accounting)) = shown {
                     tell(&handles, &name, accounting);
                 }
             }
         }
-        if !busy && let Some(slow) = queue.pop_front() {
-            busy = true;
-            let done = done.clone();
-            spawn_blocking(move || {
-                // Nobody takes it when the daemon ends.
-                let _ = done.send(slow.read());
+    }
+}
+
+/// Precise reads: one is waited for, the others queue.
+#[derive(Default)]
+struct Reads {
+    queue: VecDeque<Slow>,
+    running: Option<(Ticket, Instant, JoinHandle<SlowResult>)>,
+    /// Has a clone in each thread that reads, those that are not waited for any longer among them.
+    threads: Arc<()>,
+}
+
+impl Reads {
+    /// A VM's read takes the place of one that it has in the queue; those of VMs that are gone are not made.
+    fn queue(&mut self, slow: Vec<Slow>, exists: impl Fn(&str) -> bool) {
+        self.queue.retain(|queued| exists(&queued.name) && slow.iter().all(|slow| slow.name != queued.name));
+        self.queue.extend(slow);
+    }
+
+    /// Starts the next read, if none is waited for, and waits for it; for ever while there is none. Can be cancelled.
+    async fn next(&mut self) -> Result<SlowResult, Ticket> {
+        if self.running.is_none() && Arc::strong_count(&self.threads) <= MAX_READS {
+            self.running = self.queue.pop_front().map(|slow| {
+                let (ticket, thread) = (slow.ticket(), Arc::clone(&self.threads));
+                let read = spawn_blocking(move || {
+                    let result = slow.read();
+                    drop(thread);
+                    result
+                });
+                (ticket, Instant::now() + READ_LIMIT, read)
             });
+        }
+        let Some((_, deadline, read)) = &mut self.running else { return std::future::pending().await };
+        let outcome = timeout_at(*deadline, read).await;
+        // A read that panicked is a bug that the log has already, and for its VM one without a figure.
+        match (outcome, self.running.take()) {
+            (Ok(Ok(result)), _) => Ok(result),
+            (_, Some((ticket, ..))) => Err(ticket),
+            (_, None) => std::future::pending().await,
         }
     }
 }

@@ -92,6 +92,8 @@ struct Confirmed {
 pub struct Watch {
     budget_bytes: u64,
     state: State,
+    /// The last precise figure raised an alarm and none has ended it, though the state may be `Unconfirmed` meanwhile.
+    alarm: bool,
     since: Duration,
     confirmed: Option<Confirmed>,
     /// Why the state is `Unconfirmed`, for people.
@@ -116,6 +118,7 @@ impl Watch {
         Self {
             budget_bytes,
             state: State::Idle,
+            alarm: false,
             since: now,
             confirmed: None,
             absent: None,
@@ -187,7 +190,7 @@ impl Watch {
             return self.judge(cost_bytes, now);
         }
         // What is below by its upper bound is below. An alarm, though, ends with a precise figure only.
-        if self.state != State::Over && estimate.high_bytes <= self.budget_bytes {
+        if !self.alarm && estimate.high_bytes <= self.budget_bytes {
             self.misses = 0;
             self.change(State::Below, now);
             return Vec::new();
@@ -208,7 +211,7 @@ impl Watch {
     /// Whether the cheap figure has moved by what the last precise one was away from another verdict.
     fn has_moved(&self) -> bool {
         let Some(Confirmed { cost_bytes, .. }) = self.confirmed else { return false };
-        let (moved, missing) = if self.state == State::Over {
+        let (moved, missing) = if self.alarm {
             (self.high_then_bytes.saturating_sub(self.high_bytes), cost_bytes.saturating_sub(self.clear_bytes()))
         } else {
             (self.high_bytes.saturating_sub(self.high_then_bytes), self.budget_bytes.saturating_sub(cost_bytes))
@@ -241,8 +244,9 @@ impl Watch {
     fn judge(&mut self, cost_bytes: u64, now: Duration) -> Vec<Action> {
         self.misses = 0;
         self.confirmed = Some(Confirmed { cost_bytes, at: now });
-        let limit = if self.state == State::Over { self.clear_bytes() } else { self.budget_bytes };
-        let (was_over, is_over) = (self.state == State::Over, cost_bytes > limit);
+        let limit = if self.alarm { self.clear_bytes() } else { self.budget_bytes };
+        let (was_over, is_over) = (self.alarm, cost_bytes > limit);
+        self.alarm = is_over;
         self.change(if is_over { State::Over } else { State::Below }, now);
         match (was_over, is_over) {
             (false, true) => {
@@ -258,7 +262,7 @@ impl Watch {
     fn missed(&mut self, absent: Absent, at_most_bytes: Option<u64>, now: Duration) -> Vec<Action> {
         self.misses = self.misses.saturating_add(1);
         // One bad read neither ends an alarm nor starts a lament; a suspicion that cannot be confirmed is told at once.
-        let suspected = self.state != State::Over && at_most_bytes.is_some();
+        let suspected = !self.alarm && at_most_bytes.is_some();
         if !suspected && self.misses < MISSES {
             return Vec::new();
         }
@@ -270,7 +274,7 @@ impl Watch {
 
     fn idle(&mut self, now: Duration) -> Vec<Action> {
         self.misses = 0;
-        let was_over = self.state == State::Over;
+        let was_over = std::mem::take(&mut self.alarm);
         self.change(State::Idle, now);
         if was_over { vec![Action::Note(Note::Cleared { cost_bytes: None })] } else { Vec::new() }
     }
