@@ -130,3 +130,26 @@ fn another_process_is_another_vm() {
     books.tick(Vec::new(), at(15));
     assert!(books.vms.is_empty());
 }
+
+#[test]
+fn a_read_that_hangs_is_given_up_and_what_comes_of_it_counts_for_nothing() {
+    let tree = Tree::new();
+    tree.set(700, 100);
+    let mut books = tree.books();
+    let late = books.tick(asked(Some(BUDGET)), at(0)).1.pop().unwrap();
+    let (_, shown) = books.given_up(late.ticket(), Duration::from_secs(30), at(30)).unwrap();
+    assert_eq!(state(&shown), "unconfirmed");
+    assert!(shown.budget.unwrap().detail.unwrap().contains("30 s"));
+    assert!(books.confirmed(late.read(), at(31)).is_none(), "late");
+}
+
+#[test]
+fn a_read_of_a_removed_vm_is_not_one_of_the_next_by_its_name() {
+    let tree = Tree::new();
+    tree.set(700, 100);
+    let mut books = tree.books();
+    let late = books.tick(asked(Some(BUDGET)), at(0)).1.pop().unwrap();
+    let _ = books.tick(Vec::new(), at(5));
+    let _ = books.tick(asked(Some(BUDGET)), at(10));
+    assert!(books.confirmed(late.read(), at(11)).is_none(), "of the VM before");
+}
