@@ -1,6 +1,6 @@
 //! A session that is past `Hello`: its clock, its pings, its proofs.
 
-use super::clock::GuestClock;
+use super::clock::{GuestClock, on_grid};
 use super::rate::RateLimit;
 use super::{AgentStatus, Config};
 use crate::device::ConnectionId;
@@ -94,7 +94,8 @@ impl Active {
         }
         self.pings += 1;
         self.ping = Some((self.pings, now));
-        self.next_ping = now + config.ping_interval;
+        // The guests of a host are asked together, those of a tenth of the time at once.
+        self.next_ping = on_grid(now + config.ping_interval, config.ping_interval / 10);
         Some(self.pings)
     }
 

@@ -41,6 +41,13 @@ fn nanos(time: Duration) -> i128 {
     i128::try_from(time.as_nanos()).unwrap_or(i128::MAX)
 }
 
+/// The next multiple of `grid`: what many VMs do now and then they do at the same moment, since each wake-up of a thread
+/// costs more than what it does then.
+pub(crate) fn on_grid(time: Duration, grid: Duration) -> Duration {
+    let nanos = grid.as_nanos().max(1);
+    u32::try_from(time.as_nanos().div_ceil(nanos)).map_or(time, |steps| grid * steps)
+}
+
 /// Bounds on the guest's clock, from `Ping` and `Pong`.
 #[derive(Debug, Default)]
 pub struct GuestClock {

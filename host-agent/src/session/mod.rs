@@ -113,7 +113,8 @@ impl Default for Config {
             lease: Duration::from_secs(2),
             grace: Duration::from_secs(3),
             hello_timeout: Duration::from_secs(5),
-            ping_interval: Duration::from_secs(5),
+            // Two may go unanswered. What the guest's clock may drift meanwhile is in its bounds.
+            ping_interval: Duration::from_secs(10),
             pong_timeout: Duration::from_secs(20),
             // 4 GiB of 2 MiB pages: two of the largest memory blocks Linux makes.
             max_huge_pages_in_flight: 2048,

@@ -10,6 +10,7 @@ use crate::accounting::books::Accounting;
 use crate::device::balloon::BalloonHandle;
 use crate::device::vsock::{self, SendError};
 use crate::device::{Answer, ConnectionId, DeviceEvent, DeviceKind, Done as Fence, Rings};
+use crate::session::clock::on_grid;
 use crate::session::drain::DrainId;
 use crate::session::gates::GateSource;
 use crate::session::job::{Job, JobId};
@@ -178,7 +179,7 @@ impl Owner {
             self.inspect();
         }
         if self.wants_statistics() && self.next_statistics <= now {
-            self.next_statistics = now + STATISTICS;
+            self.next_statistics = on_grid(now + STATISTICS / 2, STATISTICS);
             if let Some(balloon) = &self.balloon {
                 balloon.request_stats();
             }
