@@ -75,7 +75,7 @@ enum Bench {
         #[arg(long)]
         json: PathBuf,
     },
-    /// What one daemon with many VMs costs, how soon it answers them all, and what one VM does to the others. No guest.
+    /// What one daemon with many VMs costs, how soon it answers them all, and what one VM does to the others. No guest; wants root.
     Scale {
         /// Where the result goes.
         #[arg(long)]

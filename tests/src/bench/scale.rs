@@ -2,14 +2,14 @@
 //! that stalls or floods does to the others.
 //!
 //! Real vhost-user connections of both devices, real memfds, sessions of an agent; guests and VMMs are played by
-//! `mock_vm`, one process per VM as on a host. Each of the other VMs reports at the same instant, first by its agent and
+//! `mock_vm`, one process per VM and each in a cgroup of its own, as on a host: the daemon looks into both. Each of the other VMs reports at the same instant, first by its agent and
 //! then by its kernel, and that again and again; configurations alternate. The flood runs on the same CPUs as everything
 //! else, so it has a companion that takes as much CPU time and gives the daemon nothing to do: what differs between the two
 //! is the daemon's, the rest is the machine's.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
+use super::cgroup::Cgroups;
 use super::report::{self, Metrics, Run, Target, summary};
 use crate::daemon::{Devices, HostAgent};
 use crate::process::OwnedChild;
@@ -67,10 +68,11 @@ struct Mock {
 }
 
 impl Mock {
-    fn start(binary: &Path, agent: &HostAgent, vm: &str) -> Result<Self> {
+    fn start(binary: &Path, agent: &HostAgent, vm: &str, cgroup: &Path) -> Result<Self> {
         let mut command = Command::new(binary);
         command.arg(agent.socket(vm)).arg(agent.balloon_socket(vm)).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = sys::die_with_spawning_thread(&mut command).spawn().context("mock_vm")?;
+        fs::write(cgroup.join("cgroup.procs"), child.id().to_string()).with_context(|| cgroup.display().to_string())?;
         let orders = child.stdin.take().context("no stdin")?;
         let answers = BufReader::new(child.stdout.take().context("no stdout")?);
         let mut mock = Self { child: OwnedChild(child), orders, answers };
@@ -106,17 +108,20 @@ pub fn run(vms: usize, runs: usize, progress: &dyn Fn(&str)) -> Result<Value> {
     let words: Vec<&str> = names.iter().map(String::as_str).collect();
     let agent = HostAgent::start_with(Devices::VsockAndBalloon, &words, &["--log-level", "warn"])?;
     progress("starting VMs");
-    let mut mocks = words.iter().map(|name| Mock::start(&binary, &agent, name)).collect::<Result<Vec<_>>>()?;
+    let groups = Cgroups::new("fpr-scale")?;
+    let groups = words.iter().map(|name| groups.make(name)).collect::<Result<Vec<_>>>()?;
+    let start = |(name, group): (&&str, &PathBuf)| Mock::start(&binary, &agent, name, group);
+    let mut mocks = words.iter().zip(&groups).map(start).collect::<Result<Vec<_>>>()?;
     let mut measured = vec![idle(&agent, progress)?];
     for number in 0..runs {
         for turn in 0..Other::ALL.len() {
             let other = Other::ALL[(turn + number) % Other::ALL.len()];
             progress(&format!("run {} of {runs}: {}", number + 1, other.name()));
             measured.push(burst(&mut mocks, other)?);
-            if let (true, Some(first)) = (other != Other::Quiet, mocks.first_mut()) {
+            if let (true, Some(first), Some(group)) = (other != Other::Quiet, mocks.first_mut(), groups.first()) {
                 // As it was: a process of its own, a session of its own.
                 drop(first.child.0.kill());
-                *first = Mock::start(&binary, &agent, "vm0")?;
+                *first = Mock::start(&binary, &agent, "vm0", group)?;
             }
         }
     }
