@@ -47,18 +47,22 @@ enum By {
     Rss,
     /// Anonymous memory and swap by their share: bounds from `status`, then `smaps_rollup` of who may be first.
     Share,
-    /// Charge of the cgroup.
+    /// Charge of the cgroup, which is named.
     Cgroup,
+    /// The same, found by way of the process, as the daemon does: each read looks whether the process is still in it. The
+    /// kernel answers that under one lock for the machine (`proc_cgroup_show` in `kernel/cgroup/cgroup.c`).
+    CgroupOfProcess,
 }
 
 impl By {
-    const ALL: [Self; 3] = [Self::Rss, Self::Share, Self::Cgroup];
+    const ALL: [Self; 4] = [Self::Rss, Self::Share, Self::Cgroup, Self::CgroupOfProcess];
 
     fn name(self) -> &'static str {
         match self {
             Self::Rss => "rss",
             Self::Share => "share",
             Self::Cgroup => "cgroup",
+            Self::CgroupOfProcess => "checked",
         }
     }
 
@@ -74,7 +78,7 @@ impl By {
                 Ok(Estimate { basis: Basis::Process, low_bytes, high_bytes })
             }
             Self::Share => cost::held(reader),
-            Self::Cgroup => cost::estimate(reader),
+            Self::Cgroup | Self::CgroupOfProcess => cost::estimate(reader),
         }
     }
 
@@ -82,7 +86,14 @@ impl By {
         match self {
             Self::Rss => Ok(reader.read_precise(Method::Rss)?.bytes),
             Self::Share => cost::held_precise(reader),
-            Self::Cgroup => Ok(cost::precise(reader)?.high_bytes),
+            Self::Cgroup | Self::CgroupOfProcess => Ok(cost::precise(reader)?.high_bytes),
+        }
+    }
+
+    fn subject(self, pid: i32, cgroup: Option<&PathBuf>) -> Subject {
+        match self {
+            Self::Cgroup => Subject { cgroup: cgroup.cloned(), ..Subject::default() },
+            Self::Rss | Self::Share | Self::CgroupOfProcess => Subject { pid: Some(pid), ..Subject::default() },
         }
     }
 }
@@ -90,7 +101,14 @@ impl By {
 /// The processes, and after them the cgroups, which can be removed when nobody is in them.
 struct Candidates {
     crowd: Crowd,
-    cgroups: Option<Cgroups>,
+    cgroups: Option<(Cgroups, Vec<PathBuf>)>,
+}
+
+impl Candidates {
+    fn subjects(&self, by: By) -> Vec<Subject> {
+        let pids = self.crowd.pids.iter().enumerate();
+        pids.map(|(number, pid)| by.subject(*pid, self.cgroups.as_ref().and_then(|(_, of)| of.get(number)))).collect()
+    }
 }
 
 /// Measures, telling `progress` what goes on, and returns the document.
@@ -116,11 +134,12 @@ pub fn run(runs: usize, progress: &dyn Fn(&str)) -> Result<Value> {
         }
         candidates.crowd.hold()?;
         for by in By::ALL {
-            if by == By::Cgroup && candidates.cgroups.is_none() {
+            if matches!(by, By::Cgroup | By::CgroupOfProcess) && candidates.cgroups.is_none() {
                 continue;
             }
+            let subjects = candidates.subjects(by);
             let config = format!("{}-{count}", by.name());
-            let metrics = measure(by, &candidates.crowd.pids, &name(winner), runs, choices, &|number, metrics| {
+            let metrics = measure(by, &subjects, &name(winner), runs, choices, &|number, metrics| {
                 progress(&format!("{config}, run {number} of {runs}: {metrics:?}"));
             });
             for metrics in metrics.with_context(|| config.clone())? {
@@ -194,13 +213,16 @@ fn ticks(runs: usize) -> Result<Vec<Metrics>> {
 }
 
 /// A cgroup for each.
-fn place(pids: &[i32]) -> Result<Cgroups> {
+fn place(pids: &[i32]) -> Result<(Cgroups, Vec<PathBuf>)> {
     let cgroups = Cgroups::new("fpr-bench-rank")?;
+    let mut directories = Vec::new();
     for (number, pid) in pids.iter().enumerate() {
-        let procs: PathBuf = cgroups.make(&name(number))?.join("cgroup.procs");
+        let directory = cgroups.make(&name(number))?;
+        let procs = directory.join("cgroup.procs");
         fs::write(&procs, pid.to_string()).with_context(|| procs.display().to_string())?;
+        directories.push(directory);
     }
-    Ok(cgroups)
+    Ok((cgroups, directories))
 }
 
 /// What a reading thread is asked.
@@ -222,7 +244,7 @@ enum Answer {
 /// descriptors wants it; each thread has descriptors of its own.
 fn measure(
     by: By,
-    pids: &[i32],
+    subjects: &[Subject],
     winner: &str,
     runs: usize,
     choices: usize,
@@ -232,23 +254,23 @@ fn measure(
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let per_thread = usize::try_from(limit.saturating_sub(DESCRIPTORS.1) / DESCRIPTORS.0)?;
     ensure!(per_thread >= 40, "{limit} descriptors are too few for 40 readers: raise `ulimit -n`");
-    let threads = if pids.len() < 1000 { 1 } else { cpus }.max(pids.len().div_ceil(per_thread));
-    let share = pids.len().div_ceil(threads);
+    let threads = if subjects.len() < 1000 { 1 } else { cpus }.max(subjects.len().div_ceil(per_thread));
+    let share = subjects.len().div_ceil(threads);
     thread::scope(|scope| {
         let (done, answers) = mpsc::channel::<Result<Answer>>();
         let mut orders = Vec::new();
-        for (number, pids) in pids.chunks(share).enumerate() {
+        for (number, subjects) in subjects.chunks(share).enumerate() {
             let (order, orders_of_this) = mpsc::channel::<Order>();
             orders.push(order);
             let done = done.clone();
-            scope.spawn(move || serve(by, number * share, pids, &orders_of_this, &done));
+            scope.spawn(move || serve(by, number * share, subjects, &orders_of_this, &done));
         }
         // So that an answer that cannot come any more is not waited for.
         drop(done);
         let answer = || answers.recv().context("a reading thread has ended")?;
         let choose = || -> Result<(Option<Ranked>, u64)> {
             orders.iter().try_for_each(|order| order.send(Order::Cheap)).context("a reading thread has ended")?;
-            let mut candidates = Vec::with_capacity(pids.len());
+            let mut candidates = Vec::with_capacity(subjects.len());
             for _ in 0..orders.len() {
                 match answer()? {
                     Answer::Cheap(part) => candidates.extend(part),
@@ -294,16 +316,19 @@ fn measure(
 }
 
 /// One thread and its candidates.
-fn serve(by: By, base: usize, pids: &[i32], orders: &mpsc::Receiver<Order>, done: &mpsc::Sender<Result<Answer>>) {
+fn serve(
+    by: By,
+    base: usize,
+    subjects: &[Subject],
+    orders: &mpsc::Receiver<Order>,
+    done: &mpsc::Sender<Result<Answer>>,
+) {
     // A table of descriptors of its own: the limit holds for each.
     if let Err(errno) = unshare(CloneFlags::CLONE_FILES) {
         let _ = done.send(Err(errno).context("unshare(CLONE_FILES)"));
         return;
     }
-    let mut readers: Vec<Reader> = pids
-        .iter()
-        .map(|pid| Reader::new(&Roots::default(), &Subject { pid: Some(*pid), ..Subject::default() }))
-        .collect();
+    let mut readers: Vec<Reader> = subjects.iter().map(|subject| Reader::new(&Roots::default(), subject)).collect();
     while let Ok(order) = orders.recv() {
         let answer = match order {
             Order::Cheap => candidates(by, base, &mut readers).map(Answer::Cheap),
