@@ -44,7 +44,8 @@ fn copy(from: &Path, to: &Path) {
 #[test]
 #[ignore = "started by the other test of this file as another user"]
 fn front_end() {
-    let Some(socket) = std::env::var_os(SOCKET) else { panic!("{SOCKET} is not set") };
+    // Run by itself, as all ignored tests are in CI, it is nobody's process.
+    let Some(socket) = std::env::var_os(SOCKET) else { return };
     let mut guest = guest(Path::new(&socket));
     let served = is_dropped(&mut guest);
     println!("served: {served}");
