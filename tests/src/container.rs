@@ -43,6 +43,16 @@ impl Container {
         Ok(())
     }
 
+    /// Downloads and installs what the first call of [`boot`](Self::boot) on a machine would, which takes a minute.
+    ///
+    /// # Errors
+    /// Something is missing and cannot be installed.
+    pub fn prepare() -> Result<()> {
+        Self::possible()?;
+        image()?;
+        packages::installed("systemd-nspawn", "systemd-container").map(drop)
+    }
+
     /// Boots one in which `shared` can be read at [`SHARED`]. The first call on a machine downloads about 60 MB, which takes a
     /// minute.
     ///

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use fpr_tests::container::Container;
 use fpr_tests::environment::Environment;
 use fpr_tests::{packages, process, skip};
 
@@ -61,6 +62,10 @@ pub(crate) fn run(extent: Extent) -> Result<bool> {
     };
     install_components(&cargo)?;
 
+    // What guests need is downloaded, which takes minutes on a new machine and hardly a CPU, beside the first steps. What goes
+    // wrong there goes wrong again, and is told, where it is needed.
+    let preparing = (extent == Extent::Everything).then(|| std::thread::spawn(prepare_guests));
+
     let mut total = Counts::default();
     total.add(check("format", cargo("fmt --all --check"))?);
     total.add(check("lints", cargo("clippy --workspace --all-targets --quiet -- -D warnings"))?);
@@ -70,9 +75,9 @@ pub(crate) fn run(extent: Extent) -> Result<bool> {
     let mut never_run = without_guests.ignored;
     if extent == Extent::Everything {
         total.add(check_that("environment of the guests", || {
-            // Tests that need the generic QEMU and cannot have it are skipped, and say why.
-            let _ = Environment::get()?.generic_qemu();
-            Ok(())
+            // One that panicked left nothing behind that this does not make.
+            let _ = preparing.map(std::thread::JoinHandle::join);
+            Environment::get().map(drop)
         })?);
         let with_guests =
             tests("tests with guests", cargo("test --workspace --no-fail-fast --tests -- --ignored --test-threads=1"))?;
@@ -90,6 +95,12 @@ pub(crate) fn run(extent: Extent) -> Result<bool> {
     let skips = skipped.lines().count();
     println!("{} passed, {} failed, {} skipped", total.passed.saturating_sub(skips), total.failed, skips + never_run);
     Ok(total.failed == 0)
+}
+
+fn prepare_guests() {
+    // Tests that need the generic QEMU or a container and cannot have it are skipped, and say why.
+    let _ = Environment::get().map(Environment::generic_qemu);
+    let _ = Container::prepare();
 }
 
 /// rustup's minimal profile lacks them.
