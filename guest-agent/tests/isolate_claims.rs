@@ -10,6 +10,7 @@ use fpr_protocol::HugePageSize;
 use nix::fcntl::{Flock, FlockArg};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::collections::BTreeSet;
+use std::collections::VecDeque;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -172,20 +173,21 @@ fn a_worker_claims_beside_the_main_loop_and_can_be_cancelled() {
     let Some(rig) = rig() else { return };
     let blocks = MemoryBlocks::new(rig.dir.path(), rig.journal());
     let mut worker = Worker::spawn("claims", blocks, rig.claims()).unwrap();
+    let mut done = VecDeque::new();
     worker.submit(Command::Claim { pages: 8 }).unwrap();
     // More than one, should this thread be late with its cancellation.
     let cancelled = 3;
     for _ in 0..cancelled {
         worker.submit(Command::Claim { pages: MAX_BATCH }).unwrap();
     }
-    let first = wait(&mut worker);
+    let first = wait(&mut worker, &mut done);
     worker.cancel().unwrap();
     let Completion::Claim { result: Ok(first), took } = first else { panic!("{first:?}") };
     println!("8 huge pages: {took:?}");
     assert_eq!(first.pages().len(), 8);
     let mut claimed = 0;
     for _ in 0..cancelled {
-        match wait(&mut worker) {
+        match wait(&mut worker, &mut done) {
             Completion::Claim { result: Ok(batch), .. } => {
                 claimed += batch.pages().len();
                 batch.release().unwrap();
@@ -197,7 +199,7 @@ fn a_worker_claims_beside_the_main_loop_and_can_be_cancelled() {
     assert!(claimed < cancelled * MAX_BATCH as usize, "{claimed}");
     first.release().unwrap();
     worker.submit(Command::SettleClaims).unwrap();
-    assert!(matches!(wait(&mut worker), Completion::SettleClaims { result: Ok(()) }));
+    assert!(matches!(wait(&mut worker, &mut done), Completion::SettleClaims { result: Ok(()) }));
     assert_eq!(knob("nr_overcommit_hugepages"), rig.overcommit_before);
     let (claims, rest) = worker.finish();
     assert!(rest.is_empty());
@@ -205,10 +207,12 @@ fn a_worker_claims_beside_the_main_loop_and_can_be_cancelled() {
     rig.assert_as_before();
 }
 
-fn wait(worker: &mut Worker) -> Completion {
+/// The next of them. `done` keeps those that came with it.
+fn wait(worker: &mut Worker, done: &mut VecDeque<Completion>) -> Completion {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        if let Some(completion) = worker.completions().pop_front() {
+        done.extend(worker.completions());
+        if let Some(completion) = done.pop_front() {
             return completion;
         }
         let left = deadline.saturating_duration_since(Instant::now());
