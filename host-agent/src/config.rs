@@ -287,12 +287,13 @@ fn check_cid(cid: u64, place: &str) -> Result<(), ConfigError> {
     Err(ConfigError::Value { place: place.to_owned(), what })
 }
 
+fn relative(what: &str, path: &Path) -> String {
+    format!("{what} {} is relative: the VMM may run in another directory, use an absolute one", path.display())
+}
+
 fn check_directory(directory: &Path, place: &str) -> Result<(), ConfigError> {
     let what = if !directory.is_absolute() {
-        format!(
-            "directory {} is relative: the VMM may run in another directory, use an absolute one",
-            directory.display()
-        )
+        relative("directory", directory)
     } else if directory.join("x").join(BALLOON_IN_DIRECTORY).as_os_str().len() > MAX_SOCKET_PATH {
         format!(
             "directory {} leaves no room for VM names: a socket path has at most {MAX_SOCKET_PATH} bytes, choose a shorter one",
@@ -334,10 +335,7 @@ fn check_socket(socket: &Path, place: &str) -> Result<(), ConfigError> {
     } else if length > MAX_SOCKET_PATH {
         format!("the socket path has {length} bytes, the kernel takes {MAX_SOCKET_PATH}: use a shorter one")
     } else if !socket.is_absolute() {
-        format!(
-            "socket path {} is relative: the VMM may run in another directory, use an absolute one",
-            socket.display()
-        )
+        relative("socket path", socket)
     } else {
         return Ok(());
     };

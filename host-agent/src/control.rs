@@ -13,7 +13,7 @@ use crate::accounting::Roots;
 use crate::accounting::choose::{self, Ranking};
 use crate::config::{self, Config, Flags};
 use crate::fleet::{self, Fleet, Force, Reloaded, VmReport};
-use crate::vm::{DrainReport, Origin, Request, VmConfig, VmHandle};
+use crate::vm::{ANSWER_LIMIT, DrainReport, Origin, Request, VmConfig, VmHandle};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -97,7 +97,7 @@ impl Command {
             Self::Drain { wait_s, .. } => Duration::from_secs((*wait_s).min(MAX_DRAIN_WAIT)),
             Self::Rank { .. } => choose::LIMIT,
             Self::VmRemove { .. } => fleet::STOP_DEADLINE,
-            Self::Inhibit { .. } => inhibit_limit() + fleet::ANSWER_LIMIT,
+            Self::Inhibit { .. } => inhibit_limit() + ANSWER_LIMIT,
             Self::Status | Self::Resume { .. } | Self::VmAdd { .. } | Self::VmList | Self::Reload => Duration::ZERO,
         }
     }
@@ -182,7 +182,7 @@ async fn obey(command: Command, fleet: &Fleet, reload: &Reload) -> Answer {
             Err(error) => failed(&error),
         },
         Command::Resume { vm } => match fleet.vm(&vm) {
-            Ok(vm) => done(ask_vm(&vm, fleet::ANSWER_LIMIT, Request::Resume).await),
+            Ok(vm) => done(ask_vm(&vm, ANSWER_LIMIT, Request::Resume).await),
             Err(error) => failed(&error),
         },
         Command::Drain { vm: name, .. } => match fleet.vm(&name) {
@@ -290,14 +290,14 @@ enum Silence {
 /// kernel's reports, and one takes far less than the rest.
 fn inhibit_limit() -> Duration {
     let session = crate::session::Config::default();
-    (session.lease + session.grace).max(session.kernel_deadline) + fleet::ANSWER_LIMIT
+    (session.lease + session.grace).max(session.kernel_deadline) + ANSWER_LIMIT
 }
 
 async fn inhibit(vm: &VmHandle, reason: String) -> Result<(), Silence> {
     let inhibited = ask_vm(vm, inhibit_limit(), |answer| Request::Inhibit(reason, answer)).await;
     let Err(Silence::Late { vm: name, limit_s }) = inhibited else { return inhibited };
     // Requests are taken in order: an answer to this one says that the gate is closed.
-    ask_vm(vm, fleet::ANSWER_LIMIT, Request::Ping).await?;
+    ask_vm(vm, ANSWER_LIMIT, Request::Ping).await?;
     Err(Silence::StillDropping { vm: name, limit_s })
 }
 

@@ -81,44 +81,37 @@ pub struct Asked {
     pub subject: Option<Subject>,
 }
 
+/// Which read of which VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    /// The VM.
+    pub name: String,
+    life: u64,
+}
+
 /// A precise read to be made off the tick.
 #[derive(Debug)]
 pub struct Slow {
-    /// Of which VM.
-    pub name: String,
-    life: u64,
+    /// Which.
+    pub ticket: Ticket,
     reader: Reader,
 }
 
 /// What came of it.
 #[derive(Debug)]
 pub struct SlowResult {
-    name: String,
-    life: u64,
+    ticket: Ticket,
     cost: Result<u64, Absent>,
     took: Duration,
 }
 
-/// Which read of which VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ticket {
-    name: String,
-    life: u64,
-}
-
 impl Slow {
-    /// Names the read.
-    #[must_use]
-    pub fn ticket(&self) -> Ticket {
-        Ticket { name: self.name.clone(), life: self.life }
-    }
-
     /// Reads; may take seconds.
     #[must_use]
     pub fn read(mut self) -> SlowResult {
         let start = Instant::now();
         let cost = cost::precise(&mut self.reader).map(|cost| cost.high_bytes);
-        SlowResult { name: self.name, life: self.life, cost, took: start.elapsed() }
+        SlowResult { ticket: self.ticket, cost, took: start.elapsed() }
     }
 }
 
@@ -142,7 +135,7 @@ impl Identity {
 struct Entry {
     identity: Identity,
     reader: Reader,
-    /// Names the reader, so that a precise read by an earlier one is known when it ends.
+    /// Names the reader and its latest precise read, so that an earlier one is known when it ends.
     life: u64,
     watch: Option<Watch>,
     log: RateLimited,
@@ -181,7 +174,8 @@ impl Books {
             entry.set_budget(vm.budget_bytes, now);
             if entry.read(&vm.name, now) == Wanted::Precise {
                 // A reader of its own: this one is needed for the next tick.
-                slow.push(Slow { name: vm.name.clone(), life: entry.life, reader: Reader::new(roots, &subject) });
+                let ticket = Ticket { name: vm.name.clone(), life: entry.life };
+                slow.push(Slow { ticket, reader: Reader::new(roots, &subject) });
             }
             figures.extend(entry.last.clone().map(|accounting| (vm.name, accounting)));
         }
@@ -190,33 +184,28 @@ impl Books {
 
     /// Takes the result of a precise read and returns what is to be shown now.
     pub fn confirmed(&mut self, result: SlowResult, now: Duration) -> Option<(String, Accounting)> {
-        let entry = self.vms.get_mut(&result.name).filter(|entry| entry.life == result.life)?;
+        let SlowResult { ticket: Ticket { name, life }, cost, took } = result;
+        let entry = self.vms.get_mut(&name).filter(|entry| entry.life == life)?;
+        // The next read has a name of its own.
+        entry.life = next_life();
         let watch = entry.watch.as_mut()?;
-        let actions = watch.confirmed(result.cost, result.took, now);
+        let actions = watch.confirmed(cost, took, now);
         let status = watch.status(now);
-        entry.tell(&result.name, actions);
+        entry.tell(&name, actions);
         let last = entry.last.as_mut()?;
         last.budget = Some(status);
-        Some((result.name, last.clone()))
+        Some((name, last.clone()))
     }
-}
 
-impl Books {
     /// A precise read that is not waited for any longer: it counts as one without a figure, and what may still come of it
     /// counts for nothing.
     pub fn given_up(&mut self, ticket: Ticket, took: Duration, now: Duration) -> Option<(String, Accounting)> {
-        let Ticket { name, life } = ticket;
-        self.vms.get(&name).filter(|entry| entry.life == life)?;
         let detail = format!(
             "reading the VMM's memory figures has not ended within {} s: the process may hang in the kernel",
             took.as_secs()
         );
         let cost = Err(Absent { reason: AbsentReason::Failed, detail });
-        let shown = self.confirmed(SlowResult { name: name.clone(), life, cost, took }, now);
-        if let Some(entry) = self.vms.get_mut(&name) {
-            entry.life = next_life();
-        }
-        shown
+        self.confirmed(SlowResult { ticket, cost, took }, now)
     }
 }
 
@@ -226,7 +215,7 @@ enum Wanted {
     Precise,
 }
 
-/// Names no reader twice: a VM may be removed and another added by its name while a read of the first goes on.
+/// Names nothing twice: a VM may be removed and another added by its name while a read of the first goes on.
 fn next_life() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)

@@ -137,7 +137,7 @@ fn a_read_that_hangs_is_given_up_and_what_comes_of_it_counts_for_nothing() {
     tree.set(700, 100);
     let mut books = tree.books();
     let late = books.tick(asked(Some(BUDGET)), at(0)).1.pop().unwrap();
-    let (_, shown) = books.given_up(late.ticket(), Duration::from_secs(30), at(30)).unwrap();
+    let (_, shown) = books.given_up(late.ticket.clone(), Duration::from_secs(30), at(30)).unwrap();
     assert_eq!(state(&shown), "unconfirmed");
     assert!(shown.budget.unwrap().detail.unwrap().contains("30 s"));
     assert!(books.confirmed(late.read(), at(31)).is_none(), "late");

@@ -5,15 +5,11 @@
 
 use super::rank::{self, Candidate, Obstacle, Ranked};
 use super::{Reader, Roots, Subject, cost};
-use crate::vm::{Request, VmHandle};
+use crate::vm::{ANSWER_LIMIT, Request, VmHandle, ask_all};
 use serde::Serialize;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
-use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::timeout;
-
-/// How long a VM's task may take to answer. It blocks on nothing.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+use tokio::task::spawn_blocking;
 
 /// Longest time that the reads of one ranking may take before the control socket gives up on them.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -53,14 +49,9 @@ pub struct Ranking {
 
 /// Ranks these VMs and returns the first `top`.
 pub async fn rank(vms: Vec<VmHandle>, roots: Roots, top: usize) -> Ranking {
-    let mut asking = JoinSet::new();
-    for vm in vms {
-        asking.spawn(async move {
-            let account = timeout(ANSWER_LIMIT, vm.ask(Request::Account)).await.ok().flatten();
-            (vm.name, account)
-        });
-    }
-    let accounts = asking.join_all().await;
+    let vms = vms.into_iter().map(|vm| (vm.name.clone(), Some(vm)));
+    let accounts = ask_all(vms, ANSWER_LIMIT, Request::Account).await;
+    let accounts: Vec<_> = accounts.into_iter().map(|(name, account)| (name, account.ok())).collect();
     let vms_total = accounts.len();
     let ranking = spawn_blocking(move || choose(&roots, accounts, top)).await;
     // It does not panic; if it does all the same, nobody is ranked rather than somebody wrongly.

@@ -8,20 +8,17 @@
 //! Started by `serve`. A VM that does not answer is left out until it does; its last figures stand and grow old. Nothing
 //! here is waited for by anybody.
 
+use super::Roots;
 use super::books::{Asked, Books, Slow, SlowResult, Ticket};
-use super::{Roots, Subject};
-use crate::vm::{Request, VmHandle, boot_now};
+use crate::vm::{ANSWER_LIMIT, Request, VmHandle, ask_all, boot_now};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::task::{JoinHandle, JoinSet, spawn_blocking};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 
 /// Between two ticks. A tick for 200 VMs takes a few milliseconds of a CPU.
 pub const INTERVAL: Duration = Duration::from_secs(5);
-
-/// How long a VM's task may take to say whose memory is meant. It blocks on nothing.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long a precise read is waited for. One of a VM of 200 GB takes 5 s; one of a process that hangs with its `mmap_lock`
 /// taken never ends, and the other VMs' reads go on without it.
@@ -50,7 +47,12 @@ pub async fn run(roots: Roots, list: impl Fn() -> Vec<Watched>) {
             _ = ticks.tick() => {
                 let watched = list();
                 handles = watched.iter().map(|vm| (vm.handle.name.clone(), vm.handle.clone())).collect();
-                let asked = ask_all(watched).await;
+                let vms = watched.into_iter().map(|vm| ((vm.handle.name.clone(), vm.budget_bytes), Some(vm.handle)));
+                let asked: Vec<_> = ask_all(vms, ANSWER_LIMIT, Request::Subject)
+                    .await
+                    .into_iter()
+                    .map(|((name, budget_bytes), subject)| Asked { name, budget_bytes, subject: subject.ok() })
+                    .collect();
                 let ticked = spawn_blocking(move || {
                     let read = books.tick(asked, boot_now());
                     (books, read)
@@ -93,7 +95,8 @@ struct Reads {
 impl Reads {
     /// A VM's read takes the place of one that it has in the queue; those of VMs that are gone are not made.
     fn queue(&mut self, slow: Vec<Slow>, exists: impl Fn(&str) -> bool) {
-        self.queue.retain(|queued| exists(&queued.name) && slow.iter().all(|slow| slow.name != queued.name));
+        let is_new = |name: &str| slow.iter().all(|slow| slow.ticket.name != name);
+        self.queue.retain(|queued| exists(&queued.ticket.name) && is_new(&queued.ticket.name));
         self.queue.extend(slow);
     }
 
@@ -101,7 +104,7 @@ impl Reads {
     async fn next(&mut self) -> Result<SlowResult, Ticket> {
         if self.running.is_none() && Arc::strong_count(&self.threads) <= MAX_READS {
             self.running = self.queue.pop_front().map(|slow| {
-                let (ticket, thread) = (slow.ticket(), Arc::clone(&self.threads));
+                let (ticket, thread) = (slow.ticket.clone(), Arc::clone(&self.threads));
                 let read = spawn_blocking(move || {
                     let result = slow.read();
                     drop(thread);
@@ -125,18 +128,4 @@ fn tell(handles: &HashMap<String, VmHandle>, name: &str, accounting: super::book
     if let Some(handle) = handles.get(name) {
         handle.tell(Request::Accounted(Box::new(accounting)));
     }
-}
-
-/// All at once; in the order of `vms`.
-async fn ask_all(vms: Vec<Watched>) -> Vec<Asked> {
-    let mut asking = JoinSet::new();
-    for (place, vm) in vms.into_iter().enumerate() {
-        asking.spawn(async move {
-            let subject: Option<Subject> = timeout(ANSWER_LIMIT, vm.handle.ask(Request::Subject)).await.ok().flatten();
-            (place, Asked { name: vm.handle.name, budget_bytes: vm.budget_bytes, subject })
-        });
-    }
-    let mut asked = asking.join_all().await;
-    asked.sort_by_key(|(place, _)| *place);
-    asked.into_iter().map(|(_, asked)| asked).collect()
 }

@@ -33,12 +33,11 @@ mod task;
 mod watchdog;
 
 use crate::config::{Config, ConfigError};
-use crate::vm::{NotTaken, Origin, Request, VmConfig, VmHandle};
+use crate::vm::{ANSWER_LIMIT, Origin, Request, VmConfig, VmHandle, ask_all};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::{Instant, timeout_at};
 
 pub use error::{FleetError, ReloadError};
 pub use report::{Figures, Reloaded, VmReport};
@@ -46,10 +45,6 @@ pub use watchdog::notify;
 
 /// VMs at most: each costs threads and descriptors, and who may create folders in the VM directory could create any number.
 pub const MAX_VMS: usize = 1000;
-
-/// How long a VM's task may take to answer. It blocks on nothing, so a healthy one needs microseconds; the control
-/// socket's clients wait five times as long.
-pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long a VM may take to finish a drop when it is stopped.
 pub const STOP_DEADLINE: Duration = Duration::from_secs(10);
@@ -193,11 +188,9 @@ impl Fleet {
         &self,
         request: impl Fn(oneshot::Sender<T>) -> Request,
     ) -> impl Iterator<Item = (Member, Option<T>)> {
-        let mut answers = Vec::new();
-        for (member, answer) in ask(self.view().members.iter().cloned(), ANSWER_LIMIT, request).await {
-            answers.push((member, answer.ok()));
-        }
-        answers.into_iter()
+        let members = self.view().members;
+        let vms = members.iter().map(|member| (member.clone(), member.handle.clone()));
+        ask_all(vms, ANSWER_LIMIT, request).await.into_iter().map(|(member, answer)| (member, answer.ok()))
     }
 
     /// Every VM's figures.
@@ -260,47 +253,6 @@ fn unknown(name: &str, view: &View) -> FleetError {
     FleetError::Unknown { name: name.to_owned(), known }
 }
 
-/// Why a VM did not answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unanswered {
-    /// It has ended, or never was.
-    Gone,
-    /// It is there and silent.
-    Silent,
-}
-
-/// Asks them all, then waits: the time limit is for all of them together, however many are silent.
-async fn ask<T>(
-    members: impl Iterator<Item = Member>,
-    limit: Duration,
-    request: impl Fn(oneshot::Sender<T>) -> Request,
-) -> Vec<(Member, Result<T, Unanswered>)> {
-    let deadline = Instant::now() + limit;
-    let asked: Vec<_> = members
-        .map(|member| {
-            let receiver = match &member.handle {
-                Some(handle) => handle.request(&request),
-                None => Err(NotTaken::Ended),
-            };
-            (member, receiver)
-        })
-        .collect();
-    let mut answers = Vec::with_capacity(asked.len());
-    for (member, receiver) in asked {
-        let answer = match receiver {
-            Ok(receiver) => match timeout_at(deadline, receiver).await {
-                Ok(Ok(answer)) => Ok(answer),
-                Ok(Err(_)) => Err(Unanswered::Gone),
-                Err(_) => Err(Unanswered::Silent),
-            },
-            Err(NotTaken::Full) => Err(Unanswered::Silent),
-            Err(NotTaken::Ended) => Err(Unanswered::Gone),
-        };
-        answers.push((member, answer));
-    }
-    answers
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -309,34 +261,6 @@ mod tests {
     fn member(name: &str, handle: Option<VmHandle>) -> Member {
         let state = if handle.is_some() { State::Running } else { State::Failed };
         Member { name: name.to_owned(), origin: Origin::Config, state, detail: None, handle, config: None }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_vm_that_does_not_answer_delays_nobody_and_is_named() {
-        let (hung, _queue) = VmHandle::detached("hung");
-        let (full, _full_queue) = VmHandle::detached("full");
-        let _waiting: Vec<_> = std::iter::from_fn(|| full.request(Request::Ping).ok()).collect();
-        let (gone, queue) = VmHandle::detached("gone");
-        drop(queue);
-        let (good, mut queue) = VmHandle::detached("good");
-        tokio::spawn(async move {
-            while let Some(request) = queue.recv().await {
-                if let Request::Ping(answer) = request {
-                    let _ = answer.send(());
-                }
-            }
-        });
-        let members =
-            [("hung", Some(hung)), ("full", Some(full)), ("gone", Some(gone)), ("failed", None), ("good", Some(good))];
-        let started = Instant::now();
-
-        let answers =
-            ask(members.into_iter().map(|(name, handle)| member(name, handle)), ANSWER_LIMIT, Request::Ping).await;
-
-        assert_eq!(started.elapsed(), ANSWER_LIMIT);
-        let answers: Vec<_> = answers.into_iter().map(|(_, answer)| answer).collect();
-        let (silent, gone) = (Err(Unanswered::Silent), Err(Unanswered::Gone));
-        assert_eq!(answers, [silent, silent, gone, gone, Ok(())]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What people and programs are told of the VMs and of a reload.
 
-use super::{ANSWER_LIMIT, Member, State};
+use super::{Member, State};
+use crate::vm::ANSWER_LIMIT;
 use crate::vm::Origin;
 use crate::vm::status::VmStatus;
 use serde::Serialize;

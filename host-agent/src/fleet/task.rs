@@ -4,10 +4,10 @@
 use super::directory::{self, Folder};
 use super::plan::{self, Known, Step};
 use super::watchdog;
-use super::{ANSWER_LIMIT, FleetError, Force, MAX_VMS, Member, Order, Reloaded, STOP_DEADLINE, State, View, unknown};
+use super::{FleetError, Force, MAX_VMS, Member, Order, Reloaded, STOP_DEADLINE, State, View, unknown};
 use crate::config::{self, Config, ConfigError};
 use crate::log_limit::RateLimited;
-use crate::vm::{self, Leave, MemoryFiles, NotTaken, Origin, Request, VmConfig, VmHandle};
+use crate::vm::{self, ANSWER_LIMIT, Leave, MemoryFiles, NotTaken, Origin, Request, VmConfig, VmHandle};
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::sync::Arc;
@@ -40,6 +40,22 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// Without a task.
+    fn unmade(id: u64, config: VmConfig, state: State) -> Self {
+        Self {
+            id,
+            config,
+            state,
+            detail: None,
+            handle: None,
+            folder: None,
+            next: None,
+            waiting: Vec::new(),
+            removals: 0,
+            ended: false,
+        }
+    }
+
     /// Puts a request into the VM's queue, in the order of the calls. Who hangs so long that it is full gets no more.
     fn tell<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) {
         if let Some(handle) = &self.handle
@@ -213,18 +229,7 @@ impl Task {
             let _ = orders.send(Order::Ended { id }).await;
         });
         self.entries.retain(|entry| entry.config.name != name);
-        self.entries.push(Entry {
-            id,
-            config,
-            state: State::Running,
-            detail: None,
-            handle: Some(handle),
-            folder,
-            next: None,
-            waiting: Vec::new(),
-            removals: 0,
-            ended: false,
-        });
+        self.entries.push(Entry { handle: Some(handle), folder, ..Entry::unmade(id, config, State::Running) });
         Ok(())
     }
 
@@ -270,18 +275,7 @@ impl Task {
             self.entries.remove(known);
         }
         self.next_id += 1;
-        self.entries.push(Entry {
-            id: self.next_id,
-            config,
-            state,
-            detail: Some(detail),
-            handle: None,
-            folder: None,
-            next: None,
-            waiting: Vec::new(),
-            removals: 0,
-            ended: false,
-        });
+        self.entries.push(Entry { detail: Some(detail), ..Entry::unmade(self.next_id, config, state) });
     }
 
     pub(super) fn entry(&mut self, name: &str) -> Option<&mut Entry> {

@@ -11,9 +11,9 @@
 //! The VMs' tasks block on nothing, so a slow disk or a slow VMM makes none of them silent; the workers may take as long
 //! as they need.
 
-use super::task::{Task, member};
-use super::{ANSWER_LIMIT, Member, Order, Unanswered};
-use crate::vm::Request;
+use super::Order;
+use super::task::Task;
+use crate::vm::{ANSWER_LIMIT, Request, Unanswered, ask_all};
 use sd_notify::NotifyState;
 use std::time::{Duration, Instant};
 use tracing::error;
@@ -45,13 +45,13 @@ fn feeds(answered: usize, silent: usize) -> bool {
 
 impl Task {
     pub(super) fn begin_round(&self) {
-        let members: Vec<Member> = self.entries.iter().map(member).collect();
+        let vms: Vec<_> = self.entries.iter().map(|entry| (entry.config.name.clone(), entry.handle.clone())).collect();
         let orders = self.orders.clone();
         tokio::spawn(async move {
-            let answers = super::ask(members.into_iter(), round_limit(), Request::Ping).await;
+            let answers = ask_all(vms, round_limit(), Request::Ping).await;
             let answered = answers.iter().filter(|(_, answer)| answer.is_ok()).count();
             let silent = answers.into_iter().filter(|(_, answer)| *answer == Err(Unanswered::Silent));
-            let silent = silent.map(|(member, _)| member.name).collect();
+            let silent = silent.map(|(vm, _)| vm).collect();
             let _ = orders.send(Order::Round { answered, silent }).await;
         });
     }

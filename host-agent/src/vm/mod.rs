@@ -12,6 +12,7 @@
 //! system calls on guest memory and on the VMM's /proc are the workers'. A device has a worker of its own, so that the
 //! guest's kernel, which waits with its report, does not wait for a survey of the agent.
 
+mod ask;
 mod drain;
 mod drop;
 mod front_end;
@@ -31,6 +32,7 @@ use crate::device::vsock::{self, VsockConfig};
 use crate::device::{DeviceEvent, Rings};
 use crate::session::Config;
 use crate::session::drain::{DrainError, Drained};
+pub use ask::{ANSWER_LIMIT, Unanswered, ask_all};
 pub use memory_files::MemoryFiles;
 use owner::Owner;
 use status::VmStatus;
