@@ -13,6 +13,8 @@ use nix::sys::signal::Signal;
 const RESUMED: Duration = Duration::from_secs(20);
 /// For a command in the guest, on a busy machine.
 const COMMAND: Duration = Duration::from_secs(120);
+/// Longer than the agent counts as soon (`REFAULT_AFTER` of the host agent's session).
+const PAUSE: Duration = Duration::from_secs(20);
 /// A kill may come a moment after the block is back; then it is tried again.
 const ATTEMPTS: u32 = 16;
 
@@ -43,9 +45,12 @@ fn kill_while_holding(guest: &mut ReportingVm, until_held: &str, held: &str, arg
         let gone = format!("while [ -e /proc/{pid} ]; do sleep 0.02; done");
         let watcher = format!("{until_held}\nkill -9 {pid}; {gone}; echo killed");
         let watcher = guest.vm.spawn(&watcher)?;
-        // Each memhog leaves something to isolate, so one moment that was missed is not the last. It has room beside the blocks that a
-        // dead agent leaves offline.
-        let free_memory = || guest.vm.run("memhog 400m").map(|_| watcher.exited_at().is_some());
+        // A moment that was missed is not the last. Memory that is needed again within seconds makes the agent leave it alone for longer
+        // (its policy's age), so memhog runs again only after a pause.
+        let free_memory = || {
+            guest.vm.run("memhog 600m")?;
+            Ok(poll::until("the kill", PAUSE, || Ok(watcher.exited_at()), Option::is_some).is_ok())
+        };
         poll::until("the agent to be killed", COMMAND, free_memory, |killed| *killed)?;
         watcher.wait(COMMAND)?;
         let left = count(guest, held)?;
